@@ -1,0 +1,110 @@
+"""The command `laneformer`: verbs, each a module with HELP, add_arguments and run, imported only when needed."""
+
+import argparse
+import importlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from laneformer_jax.errors import LaneformerError, UsageError
+
+VERBS = {
+    "generate": "laneformer_jax.commands.generate",
+    "chat": "laneformer_jax.commands.chat",
+    "schedule": "parallel.schedule_command",
+    "convert": "convert.command",
+    "train": "experiments.train_command",
+}
+SUMMARY = {
+    "generate": "continue a prompt",
+    "chat": "talk with a model in the terminal",
+    "schedule": "show which module's output crosses lanes, and when",
+    "convert": "convert weights between safetensors and Orbax",
+    "train": "train a small Laneformer",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit code: 0, 1 for a failure, 2 for wrong usage."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    verb = next((word for word in argv if word in VERBS), None)
+    parser = argparse.ArgumentParser(
+        prog="laneformer",
+        description="Laneformer: eight lanes and Delayed Tensor Parallelism, in JAX.",
+        epilog="`laneformer VERB --help` says what a verb does and takes.",
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    module: ModuleType | None = None
+    for name, summary in SUMMARY.items():
+        if name == verb:
+            module = _import(name)
+            described = verbs.add_parser(
+                name,
+                help=summary,
+                description=module.HELP,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+            module.add_arguments(described)
+        else:
+            verbs.add_parser(name, help=summary)
+    args = parser.parse_args(argv)
+    assert module is not None
+    try:
+        return _run(module, args)
+    except UsageError as error:
+        print(f"laneformer {verb}: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except (LaneformerError, OSError) as error:
+        print(f"laneformer {verb}: {_one_line(error)}", file=sys.stderr)
+        return 1
+
+
+def _run(module: ModuleType, args: argparse.Namespace) -> int:
+    try:
+        return module.run(args) or 0
+    except BrokenPipeError:
+        # The reader of a pipe has left; nothing may be written at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _import(verb: str) -> ModuleType:
+    try:
+        return importlib.import_module(VERBS[verb])
+    except ModuleNotFoundError as error:
+        extra = {"train": "train"}.get(verb, "test")
+        print(
+            f"laneformer {verb}: needs the package {error.name}: pip install 'laneformer-jax[{extra}]'", file=sys.stderr
+        )
+        raise SystemExit(1) from error
+
+
+def _one_line(error: Exception) -> str:
+    return re.sub(r"\s+", " ", str(error)).strip() or type(error).__name__
+
+
+def keep_compilations() -> None:
+    """Keeps compiled programs in the user's cache folder, so that the next run starts at once."""
+    import jax
+
+    if not jax.config.jax_compilation_cache_dir:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(base / "laneformer-jax" / "compilations"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def use_devices(count: int | None) -> None:
+    """Asks for `count` virtual CPU devices if JAX has not been started; without effect on other platforms."""
+    if count is not None and count > 1:
+        flag = f"--xla_force_host_platform_device_count={count}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Meshes of ("data", "lanes") devices, and what lies where on them."""
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from laneformer_jax.cache import Cache
+from laneformer_jax.config import LaneformerConfig
+from laneformer_jax.decode import Choice, Progress
+from laneformer_jax.errors import LaneformerError
+
+DATA, LANES = "data", "lanes"
+ROWS = PartitionSpec(DATA)
+CACHE = Cache(layers=PartitionSpec(DATA, LANES), length=ROWS)  # type: ignore[arg-type]
+CHOICE = Choice(keys=ROWS, values=PartitionSpec(), sampleable=PartitionSpec(), eos=PartitionSpec())  # type: ignore[arg-type]
+PROGRESS = Progress(  # type: ignore[arg-type]
+    cache=CACHE, token=ROWS, active=ROWS, tokens=ROWS, count=ROWS, step=PartitionSpec(), finite=ROWS
+)
+EVERYWHERE = PartitionSpec()
+# Arguments behind the state, and results, of each of the engine's programs.
+PROGRAMS = {
+    "start": ((ROWS, ROWS, CACHE, CHOICE, EVERYWHERE), PROGRESS),
+    "resume": ((PROGRESS, CHOICE, EVERYWHERE), PROGRESS),
+    "logits": ((ROWS,), PartitionSpec(DATA, None, LANES)),
+}
+
+
+def make_mesh(lanes: int, data: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
+    """A mesh of `data` x `lanes` devices, over whose second axis the model's lanes are split.
+
+    Raises:
+        LaneformerError: there are not that many devices; says how many there are and how to get more.
+    """
+    devices = jax.devices() if devices is None else devices
+    if data < 1 or lanes < 1 or data * lanes > len(devices):
+        raise LaneformerError(
+            f"{data} x {lanes} devices asked for, {len(devices)} {devices[0].platform} device(s) here: on a CPU start "
+            f"with XLA_FLAGS=--xla_force_host_platform_device_count={data * lanes} set before JAX is first used "
+            f"(`laneformer --devices {data * lanes}` does), elsewhere use fewer devices or more hosts"
+        )
+    return Mesh(np.asarray(devices[: data * lanes]).reshape(data, lanes), (DATA, LANES))
+
+
+def check_mesh(mesh: Mesh, config: LaneformerConfig) -> None:
+    """Raises:
+    LaneformerError: the mesh has other axes, or its lanes axis does not divide the model's lanes.
+    """
+    if mesh.axis_names != (DATA, LANES):
+        raise LaneformerError(f"the mesh must have the axes {(DATA, LANES)}, got {mesh.axis_names}")
+    if config.num_lanes % mesh.shape[LANES]:
+        raise LaneformerError(f"{mesh.shape[LANES]} devices do not divide the model's {config.num_lanes} lanes")
+
+
+def parameter_spec(variable: nnx.Variable, mesh: Mesh) -> PartitionSpec:
+    """Where a parameter lies: split by lane or by vocabulary, whole on every device if that does not come out even."""
+    axes = variable.get_metadata("axes")
+    devices = mesh.shape[LANES]
+    split = (axis is not None and size % devices == 0 for axis, size in zip(axes, variable.shape, strict=True))
+    return PartitionSpec(*(LANES if yes else None for yes in split))
+
+
+def state_specs(state: nnx.State, mesh: Mesh) -> nnx.State:
+    """`parameter_spec` of every parameter, as a tree like the state."""
+    flat = [(path, leaf.replace(parameter_spec(leaf, mesh))) for path, leaf in nnx.to_flat_state(state)]
+    return nnx.from_flat_state(flat)
