@@ -55,10 +55,10 @@ class Settings:
 
     config: str = "laneformer_small"
     corpus: str = corpus.STDLIB
-    steps: int = 2500
-    batch: int = 8
+    steps: int = 3600
+    batch: int = 4
     seq_len: int = 512
-    short_until: float = 0.7
+    short_until: float = 0.8
     lr: float = 3e-3
     warmup: int = 150
     weight_decay: float = 0.1

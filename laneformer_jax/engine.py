@@ -15,7 +15,6 @@ from laneformer_jax.model import Laneformer
 
 MIN_BUCKET = 16
 CHUNK = 256
-DONATED = {"start": 3, "resume": 1}  # argument whose buffers a program may reuse: the cache, or the progress with it
 
 
 def bucket(size: int, smallest: int = MIN_BUCKET) -> int:
@@ -72,13 +71,14 @@ class Engine:
         def start(state: nnx.State, *arrays: Any, lanes: Lanes) -> decode.Progress:
             return decode.start(self._model(state), lanes, shape, *arrays)
 
-        return self._compile("start", start)
+        # Samples of one prompt outgrow its cache, so that it cannot be reused for them.
+        return self._compile("start", start, donate=(3,) if shape.samples == 1 else ())
 
     def _make_resume(self, shape: decode.Shape, *_: Any) -> Callable[..., decode.Progress]:
         def resume(state: nnx.State, *arrays: Any, lanes: Lanes) -> decode.Progress:
             return decode.resume(self._model(state), lanes, shape, *arrays)
 
-        return self._compile("resume", resume)
+        return self._compile("resume", resume, donate=(1,))
 
     def _make_logits(self, *_: Any) -> Callable[..., jax.Array]:
         def logits(state: nnx.State, ids: jax.Array, lanes: Lanes) -> jax.Array:
@@ -89,6 +89,6 @@ class Engine:
     def _model(self, state: nnx.State) -> Laneformer:
         return nnx.merge(self.graph, state)
 
-    def _compile(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The program of `function`, which takes this engine's state, arrays and its `lanes`."""
-        return jax.jit(partial(function, lanes=ALL_HELD), donate_argnums=DONATED.get(kind, ()))
+    def _compile(self, kind: str, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
+        """The program of `function`, which takes this engine's state, arrays and its `lanes`; `donate` may be reused."""
+        return jax.jit(partial(function, lanes=ALL_HELD), donate_argnums=donate)

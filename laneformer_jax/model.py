@@ -51,7 +51,7 @@ class RMSNorm(nnx.Module):
 def attend(
     queries: Float[Array, "B T L K G E"], blocks: Sequence[tuple[LayerCache, Array]]
 ) -> Float[Array, "B T L K G E"]:
-    """softmax(q k^T E^-0.5) v over several blocks of keys together, each with its mask [B, T, S]; softmax in float32."""
+    """softmax(q k^T E^-0.5) v over several blocks of keys together, each with its mask [B, T, S], in float32."""
     scale = queries.shape[-1] ** -0.5
     scores = [
         jnp.where(

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from laneformer_jax.cache import Cache, init_cache
 from laneformer_jax.config import LaneformerConfig
-from laneformer_jax.engine import DONATED, Engine
+from laneformer_jax.engine import Engine
 from laneformer_jax.lanes import Lanes
 from laneformer_jax.model import Laneformer
 from laneformer_jax.weights import Place
@@ -51,7 +51,7 @@ class MeshEngine(Engine):
         shardings = Cache(*(NamedSharding(self.mesh, spec) for spec in (specs.CACHE.layers, specs.CACHE.length)))
         return jax.jit(make, out_shardings=shardings)
 
-    def _compile(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _compile(self, kind: str, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         inputs, outputs = specs.PROGRAMS[kind]
         on_mesh = jax.shard_map(
             partial(function, lanes=Lanes(specs.LANES)),
@@ -60,4 +60,4 @@ class MeshEngine(Engine):
             out_specs=outputs,
             check_vma=False,
         )
-        return jax.jit(on_mesh, donate_argnums=DONATED.get(kind, ()))
+        return jax.jit(on_mesh, donate_argnums=donate)

@@ -64,10 +64,9 @@ def test_llama_conversation(tmp_path, form):
     tokenizer = load(tmp_path, LLAMA_TEMPLATE, form)
     system = {"role": "system", "content": "Be brief."}
     ids = tokenizer.encode_chat([system, *chat("  Hello ", "Hi.\n", "Bye")])
+    # No space is put before "[INST]", as there is none in the template.
     first = after_control(tokenizer, "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHello [/INST] Hi. ")
     assert ids == [BOS, *first, EOS, BOS, *after_control(tokenizer, "[INST] Bye [/INST]")]
-    # No space is put before "[INST]", as there is none in the template.
-    assert tokenizer.decode(ids[1:2]) == "[INST]"[: len(tokenizer.decode(ids[1:2]))]
 
 
 @pytest.mark.parametrize("form", FORMS)

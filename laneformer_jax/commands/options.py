@@ -1,0 +1,104 @@
+"""Options that several verbs share, and what they mean."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from laneformer_jax import cli
+from laneformer_jax.config import DTYPES
+from laneformer_jax.errors import UsageError
+from laneformer_jax.generation import Completion
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """--model, --dtype and --devices."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", metavar="DIR", help="checkpoint folder (default: the small model in the package)")
+    group.add_argument("--dtype", choices=DTYPES, help="of weights, cache and activations (default: the config's)")
+    group.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="split the lanes over N devices; on a CPU they are virtual ones (default: one device)",
+    )
+
+
+def load_model(args: argparse.Namespace):
+    """The language model that the arguments name, on as many devices as they ask for, with a compilation cache."""
+    if args.devices is not None and args.devices < 1:
+        raise UsageError(f"--devices must be at least 1, got {args.devices}")
+    cli.use_devices(args.devices)
+    cli.keep_compilations()
+    from laneformer_jax.language_model import load
+
+    mesh = None
+    if args.devices is not None:
+        from parallel import make_mesh
+
+        mesh = make_mesh(args.devices)
+    return load(args.model, dtype=args.dtype, mesh=mesh)
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Length, temperature, filters, seed and stop strings."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("-n", "--max-new-tokens", type=int, metavar="N", help="default: 256, or what the context leaves")
+    group.add_argument("-t", "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
+    group.add_argument("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens")
+    group.add_argument("--top-p", type=float, metavar="P", help="choose among the likeliest tokens that make up P")
+    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens less than P times as likely as the best")
+    group.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
+
+
+def sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `LanguageModel.generate` that `add_sampling_arguments` reads."""
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
+    return {name: getattr(args, name) for name in names}
+
+
+class Stopwatch:
+    """Seconds to the first token and tokens per second after it."""
+
+    def __init__(self):
+        self.begun = time.perf_counter()
+        self.first: float | None = None
+        self.end = self.begun
+
+    def lap(self) -> None:
+        """Marks that text has arrived."""
+        self.end = time.perf_counter()
+        if self.first is None:
+            self.first = self.end
+
+    def facts(self, completions: Sequence[Completion]) -> dict[str, float | int | None]:
+        """The figures by name; None where completions that came all at once, or a single token, give none."""
+        tokens = sum(len(completion.token_ids) for completion in completions)
+        seconds = self.end - self.begun
+        if self.first is None or self.first == self.end or tokens < 2:
+            return {"tokens": tokens, "seconds": round(seconds, 3), "first_token_s": None, "tokens_per_s": None}
+        rate = (tokens - 1) / (self.end - self.first)
+        first = round(self.first - self.begun, 3)
+        return {"tokens": tokens, "seconds": round(seconds, 3), "first_token_s": first, "tokens_per_s": round(rate, 1)}
+
+    def report(self, completions: Sequence[Completion]) -> None:
+        """The figures as a line on stderr."""
+        facts = self.facts(completions)
+        detail = ""
+        if facts["first_token_s"] is not None:
+            detail = f": first after {facts['first_token_s']} s, then {facts['tokens_per_s']} tokens/s"
+        print(f"[{facts['tokens']} tokens in {facts['seconds']} s{detail}]", file=sys.stderr)
+
+
+def follow(pieces: Generator[str, None, Completion], watch: Stopwatch, show: Callable[[str], None]) -> Completion:
+    """Shows pieces of text as they are generated; returns the whole."""
+    while True:
+        try:
+            piece = next(pieces)
+        except StopIteration as end:
+            show("\n")
+            return end.value
+        watch.lap()
+        show(piece)
