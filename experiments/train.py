@@ -30,41 +30,31 @@ from laneformer_jax.array_types import Array, Float, Int
 from laneformer_jax.config import PRESETS, LaneformerConfig
 from laneformer_jax.errors import LaneformerError
 from laneformer_jax.model import Laneformer
+from laneformer_jax.weights import save_folder
 
 BITS = 1 / math.log(2)
 
 
+def _setting(default: Any, meaning: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": meaning})
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Everything that decides a training run's result; the defaults make the embedded model.
+    """Everything that decides a training run's result; the defaults make the embedded model."""
 
-    Attributes:
-        config: name of a preset architecture.
-        corpus: "stdlib" or a folder of text.
-        steps: optimizer steps; the schedule ends there.
-        batch: sequences a step, a multiple of `devices`.
-        seq_len: tokens a sequence.
-        short_until: fraction of the steps in which every sequence is halved, which makes attention cheaper.
-        lr: peak learning rate, reached after `warmup` steps and taken to a twentieth by a cosine.
-        warmup: steps of linear warmup.
-        weight_decay: of matrices; norm scales have none.
-        clip: largest norm of the gradient.
-        seed: of weights and data order.
-        devices: devices that share a batch; on a CPU, groups of threads.
-    """
-
-    config: str = "laneformer_small"
-    corpus: str = corpus.STDLIB
-    steps: int = 3600
-    batch: int = 4
-    seq_len: int = 512
-    short_until: float = 0.8
-    lr: float = 3e-3
-    warmup: int = 150
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
-    devices: int = 2
+    config: str = _setting("laneformer_small", "preset architecture")
+    corpus: str = _setting(corpus.STDLIB, "'stdlib', this Python's standard library, or a folder of text and code")
+    steps: int = _setting(3600, "optimizer steps, at which the learning rate's schedule ends")
+    batch: int = _setting(4, "sequences a step, a multiple of the devices")
+    seq_len: int = _setting(512, "tokens a sequence")
+    short_until: float = _setting(0.8, "share of the steps that train on halved sequences, where attention is cheaper")
+    lr: float = _setting(3e-3, "peak learning rate, from which a cosine leads to a twentieth")
+    warmup: int = _setting(150, "steps of linear warmup")
+    weight_decay: float = _setting(0.1, "of matrices; norm scales have none")
+    clip: float = _setting(1.0, "largest norm of a gradient")
+    seed: int = _setting(0, "of the first weights and of the data's order")
+    devices: int = _setting(2, "devices that share a batch; a CPU is split into that many")
 
     def model_config(self) -> LaneformerConfig:
         """The architecture.
@@ -83,19 +73,21 @@ class Settings:
             raise LaneformerError(f"batch {self.batch} must be a positive multiple of devices {self.devices}")
         if not 0 <= self.warmup < self.steps:
             raise LaneformerError(f"steps {self.steps} must be more than warmup {self.warmup}, which is at least 0")
+        if not (0 < self.lr < math.inf and 0 < self.clip < math.inf and 0 <= self.weight_decay < math.inf):
+            raise LaneformerError(
+                f"lr {self.lr} and clip {self.clip} must be positive and weight_decay {self.weight_decay} not negative"
+            )
+        if self.seed < 0:
+            raise LaneformerError(f"seed must be at least 0, got {self.seed}")
         return config
 
 
 def data_mesh(devices: int) -> Mesh:
-    """A mesh ("data",) of that many devices; a CPU is split into them if JAX has not started yet.
+    """A mesh ("data",) of that many devices.
 
     Raises:
-        LaneformerError: JAX sees fewer.
+        LaneformerError: JAX has fewer.
     """
-    try:
-        jax.config.update("jax_num_cpu_devices", devices)
-    except RuntimeError:
-        pass  # JAX runs already; what it has may be enough
     found = jax.devices()
     if len(found) < devices:
         raise LaneformerError(f"{devices} devices asked for, JAX has {len(found)}: lower --devices")
@@ -198,21 +190,25 @@ class Journal:
     def __init__(self, path: Path, step: int):
         """Keeps the lines up to `step`: those after it belong to steps that will be taken again."""
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        kept = [line for line in lines if line["step"] <= step]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        self.path = path
-        self.seconds_before = kept[-1]["seconds"] if kept else 0.0
-        self.tokens = kept[-1]["tokens"] if kept else 0
-        self.started = time.monotonic()
+        self.path, self.lines = path, [line for line in lines if line["step"] <= step]
+        path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        last = self.lines[-1] if self.lines else {"tokens": 0, "seconds": 0.0}
+        self.tokens, self.began = last["tokens"], time.monotonic() - last["seconds"]
 
-    @property
-    def seconds(self) -> float:
-        return self.seconds_before + time.monotonic() - self.started
-
-    def write(self, **values: float) -> None:
-        """Appends one line."""
+    def write(self, step: int, loss: float, tokens: int) -> None:
+        """Appends a step that took so many tokens."""
+        self.tokens += tokens
+        seconds = round(time.monotonic() - self.began, 3)
+        self.lines.append({"step": step, "loss": loss, "tokens": self.tokens, "seconds": seconds})
         with self.path.open("a") as file:
-            file.write(json.dumps({**values, "tokens": self.tokens, "seconds": round(self.seconds, 3)}) + "\n")
+            file.write(json.dumps(self.lines[-1]) + "\n")
+
+    def facts(self) -> dict[str, float]:
+        """The whole run: steps, tokens, seconds, and the mean loss of its last 100 steps in nats a token."""
+        last = self.lines[-1]
+        losses = [line["loss"] for line in self.lines[-100:]]
+        totals = {"steps": last["step"], "tokens": last["tokens"], "seconds": last["seconds"]}
+        return {**totals, "last_100_losses": sum(losses) / len(losses)}
 
 
 @contextmanager
@@ -246,6 +242,26 @@ def claim(folder: Path, facts: dict[str, Any], resume: bool) -> None:
     path.write_text(json.dumps(facts, indent=2) + "\n")
 
 
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a run trains and on what, made anew from the settings each time that it starts."""
+
+    settings: Settings
+    config: LaneformerConfig
+    texts: corpus.Corpus
+    tokenizer: bytes
+    graph: nnx.GraphDef
+    first_params: nnx.State
+
+    @classmethod
+    def make(cls, settings: Settings, texts: corpus.Corpus) -> "Task":
+        """Trains the tokenizer and draws the first weights."""
+        config = settings.model_config()
+        tokenizer = corpus.train_tokenizer(texts.training, config.vocab_size)
+        model = Laneformer(config, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(settings.seed))
+        return cls(settings, config, texts, tokenizer, *nnx.split(model))
+
+
 def train(
     settings: Settings, out: Path, *, resume: bool = True, save_every: int = 200, max_minutes: float = math.inf
 ) -> bool:
@@ -260,45 +276,97 @@ def train(
     Raises:
         LaneformerError: settings that don't fit together, or another run is in `out`.
     """
-    config = settings.model_config()
+    settings.model_config()
     mesh = data_mesh(settings.devices)
     texts = corpus.read_corpus(settings.corpus)
     folder = out.absolute() / "training"
     claim(folder, {**dataclasses.asdict(settings), "corpus_sha256": texts.sha256}, resume)
-    tokenizer = corpus.train_tokenizer(texts.training, config.vocab_size)
-    tokens = corpus.encode(texts.training, tokenizer)
-
-    model = Laneformer(config, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(settings.seed))
-    graph, params = nnx.split(model)
-    optimizer = make_optimizer(settings)
-    whole = NamedSharding(mesh, PartitionSpec())
-    state = jax.device_put({"params": params, "optimizer": optimizer.init(params)}, whole)
+    task = Task.make(settings, texts)
     options = ocp.CheckpointManagerOptions(
         save_interval_steps=save_every, max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
     )
     with ocp.CheckpointManager(folder / "checkpoints", options=options) as checkpoints, stop_requests() as stops:
-        step = checkpoints.latest_step() or 0
-        if step:
-            state = checkpoints.restore(step, args=ocp.args.StandardRestore(state))
-        journal = Journal(folder / "metrics.jsonl", step)
-        take = make_step(graph, optimizer, mesh)
+        journal = Journal(folder / "metrics.jsonl", checkpoints.latest_step() or 0)
         deadline = time.monotonic() + 60 * max_minutes
-        with tqdm(total=settings.steps, initial=step, desc="train", unit="step", dynamic_ncols=True) as bar:
-            while step < settings.steps and not stops and time.monotonic() < deadline:
-                ids = corpus.batch(tokens, step, settings.batch, settings.seq_len, settings.seed)
-                short = step < settings.short_until * settings.steps
-                began = time.monotonic()
-                params, opt_state, loss = take(state["params"], state["optimizer"], halved(ids) if short else ids)
-                state, step = {"params": params, "optimizer": opt_state}, step + 1
-                size = settings.batch * settings.seq_len
-                journal.tokens += size
-                journal.write(step=step, loss=float(loss))
-                bar.update()
-                bar.set_postfix(loss=f"{float(loss):.3f}", tokens_per_s=f"{size / (time.monotonic() - began):.0f}")
-                checkpoints.save(step, args=ocp.args.StandardSave(state))
-        if step not in checkpoints.all_steps():
-            checkpoints.save(step, args=ocp.args.StandardSave(state), force=True)
+        step, params = _loop(task, mesh, checkpoints, journal, lambda: bool(stops) or time.monotonic() > deadline)
     if step < settings.steps:
         print(f"stopped after step {step} of {settings.steps}; the same command goes on from there", file=sys.stderr)
         return False
-    raise NotImplementedError
+    export(task, jax.device_get(params), journal, out)
+    return True
+
+
+def _loop(
+    task: Task, mesh: Mesh, checkpoints: ocp.CheckpointManager, journal: Journal, stop: Callable[[], bool]
+) -> tuple[int, nnx.State]:
+    """Steps from the newest checkpoint to the end or to a request to stop; the last step taken is always saved."""
+    settings = task.settings
+    optimizer = make_optimizer(settings)
+    take = make_step(task.graph, optimizer, mesh)
+    tokens = corpus.encode(task.texts.training, task.tokenizer)
+    first = {"params": task.first_params, "optimizer": optimizer.init(task.first_params)}
+    state = jax.device_put(first, NamedSharding(mesh, PartitionSpec()))
+    begin = checkpoints.latest_step() or 0
+    if begin:
+        state = checkpoints.restore(begin, args=ocp.args.StandardRestore(state))
+    params, opt_state, step = state["params"], state["optimizer"], begin
+    with tqdm(total=settings.steps, initial=begin, desc="train", unit="step") as bar:
+        while step < settings.steps and not stop():
+            ids = corpus.batch(tokens, step, settings.batch, settings.seq_len, settings.seed)
+            short = step < settings.short_until * settings.steps
+            began = time.monotonic()
+            params, opt_state, loss = take(params, opt_state, halved(ids) if short else ids)
+            loss, step = float(loss), step + 1
+            size = settings.batch * settings.seq_len
+            journal.write(step, loss, size)
+            bar.set_postfix_str(f"loss {loss:.3f}, {size / (time.monotonic() - began):,.0f} tokens/s", refresh=False)
+            bar.update()
+            last = step == settings.steps or stop()
+            state = {"params": params, "optimizer": opt_state}
+            checkpoints.save(step, args=ocp.args.StandardSave(state), force=last and not checkpoints.should_save(step))
+    return step, params
+
+
+def export(task: Task, params: nnx.State, journal: Journal, out: Path) -> None:
+    """Writes the trained model to `out` as a Hugging Face folder in bfloat16, with its evaluation in metrics.json."""
+    texts, config, length = task.texts, task.config, task.settings.seq_len
+    held_out = corpus.encode(texts.held_out, task.tokenizer)
+    size = sum(len(text.encode()) for text in texts.held_out)
+    rounded = jax.tree.map(lambda p: np.asarray(p).astype(jnp.bfloat16).astype(np.float32), params)
+    facts = {
+        "bits_per_byte": bits_per_byte(task.graph, params, held_out, length, size),
+        "bits_per_byte_bfloat16": bits_per_byte(task.graph, rounded, held_out, length, size),
+        **baselines(texts.training, texts.held_out),
+        **journal.facts(),
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "corpus_files": texts.files,
+        "training_bytes": sum(len(text.encode()) for text in texts.training),
+        "held_out_bytes": size,
+        "held_out_tokens": len(held_out),
+        "corpus_sha256": texts.sha256,
+        "tokenizer_sha256": hashlib.sha256(task.tokenizer).hexdigest(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "settings": dataclasses.asdict(task.settings),
+    }
+    save_folder(nnx.merge(task.graph, params), out, "bfloat16")
+    (out / "tokenizer.model").write_bytes(task.tokenizer)
+    tokenizer_config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "legacy": False,
+        "model_max_length": config.max_position_embeddings,
+    }
+    generation_config = {"bos_token_id": corpus.BOS, "eos_token_id": [corpus.EOS]}
+    for name, fields in (
+        ("tokenizer_config.json", tokenizer_config),
+        ("generation_config.json", generation_config),
+        ("metrics.json", facts),
+    ):
+        (out / name).write_text(json.dumps(fields, indent=2) + "\n")

@@ -93,7 +93,7 @@ def keep_compilations() -> None:
     """Keeps compiled programs in the user's cache folder, so that the next run starts at once."""
     import jax
 
-    if not jax.config.jax_compilation_cache_dir:
+    if not jax.config.values["jax_compilation_cache_dir"]:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(base / "laneformer-jax" / "compilations"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

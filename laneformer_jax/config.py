@@ -271,11 +271,13 @@ class _Reader:
     def delay(self) -> int:
         layers = self.one_of("broadcast_delay", kind=int, default=None)
         modules = self.one_of("broadcast_delay_modules", kind=int, default=None)
-        if layers is None and modules is None:
-            raise LaneformerError("broadcast_delay is missing")
-        if layers is not None and modules is not None and modules != 2 * layers:
+        if layers is None:
+            if modules is None:
+                raise LaneformerError("broadcast_delay is missing")
+            return modules
+        if modules not in (None, 2 * layers):
             raise LaneformerError(f"broadcast_delay {layers} (layers) and {modules} modules contradict each other")
-        return modules if layers is None else 2 * layers
+        return 2 * layers
 
     def rope(self) -> tuple[float, RopeScaling | None]:
         nested = self.fields.get("rope_parameters") or {}

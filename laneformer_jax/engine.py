@@ -90,5 +90,5 @@ class Engine:
         return nnx.merge(self.graph, state)
 
     def _compile(self, kind: str, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
-        """The program of `function`, which takes this engine's state, arrays and its `lanes`; `donate` may be reused."""
+        """The program of `function` of this engine's state, arrays and `lanes`; buffers of `donate` may be reused."""
         return jax.jit(partial(function, lanes=ALL_HELD), donate_argnums=donate)

@@ -3,10 +3,11 @@
 import json
 from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from laneformer_jax import weights
 from laneformer_jax.array_types import Array, Float
@@ -30,10 +31,10 @@ from laneformer_jax.tokenizer import Tokenizer, load_tokenizer
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
 DEFAULT_NEW_TOKENS = 256
 
-Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+Prompts = str | Sequence[str | Sequence[int]]
 
 
-def load(path: str | Path | None = None, dtype: str | None = None, mesh: jax.sharding.Mesh | None = None):
+def load(path: str | Path | None = None, dtype: str | None = None, mesh: Mesh | None = None) -> "LanguageModel":
     """The language model of a checkpoint folder.
 
     Args:
@@ -117,7 +118,7 @@ class LanguageModel:
         stop: str | Sequence[str] | None = None,
         stream: bool = False,
         session: Session | None = None,
-    ):
+    ) -> Any:
         """Continues prompts: one compiled program from the prompts to the last token.
 
         Args:

@@ -223,7 +223,7 @@ class Laneformer(nnx.Module):
         """
         x = jnp.take(self.embedding[...], ids, axis=0)[:, :, None]
         x = jnp.broadcast_to(x, (*ids.shape, lanes.share(self.config.num_lanes), x.shape[-1]))
-        layers = [None] * self.config.num_layers if cache is None else list(cache.layers)
+        layers: list[LayerCache | None] = [None] * self.config.num_layers if cache is None else [*cache.layers]
         sent: dict[int, tuple[Array, Array]] = {}
         for step in self.schedule:
             with jax.named_scope(f"layer{step.layer}.{step.kind}"):

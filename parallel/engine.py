@@ -28,7 +28,7 @@ def place_on(mesh: Mesh, config: LaneformerConfig) -> Place:
 
     def place(variable: nnx.Variable, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
         sharding = NamedSharding(mesh, specs.parameter_spec(variable, mesh))
-        return jax.make_array_from_callback(variable.shape, sharding, read)
+        return jax.make_array_from_callback(variable.shape, sharding, lambda index: read(index or ()))
 
     return place
 
@@ -48,7 +48,7 @@ class MeshEngine(Engine):
 
     def _make_cache(self, rows: int, capacity: int) -> Callable[[], Cache]:
         make = partial(init_cache, self.config, rows, capacity, self.dtype)
-        shardings = Cache(*(NamedSharding(self.mesh, spec) for spec in (specs.CACHE.layers, specs.CACHE.length)))
+        shardings = jax.tree.map(partial(NamedSharding, self.mesh), specs.CACHE)
         return jax.jit(make, out_shardings=shardings)
 
     def _compile(self, kind: str, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:

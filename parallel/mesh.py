@@ -1,5 +1,8 @@
 """Meshes of ("data", "lanes") devices, and what lies where on them."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import numpy as np
 from flax import nnx
@@ -11,13 +14,17 @@ from laneformer_jax.decode import Choice, Progress
 from laneformer_jax.errors import LaneformerError
 
 DATA, LANES = "data", "lanes"
-ROWS = PartitionSpec(DATA)
-CACHE = Cache(layers=PartitionSpec(DATA, LANES), length=ROWS)  # type: ignore[arg-type]
-CHOICE = Choice(keys=ROWS, values=PartitionSpec(), sampleable=PartitionSpec(), eos=PartitionSpec())  # type: ignore[arg-type]
-PROGRESS = Progress(  # type: ignore[arg-type]
-    cache=CACHE, token=ROWS, active=ROWS, tokens=ROWS, count=ROWS, step=PartitionSpec(), finite=ROWS
-)
-EVERYWHERE = PartitionSpec()
+
+
+def _specs(arrays: type, **specs: Any) -> Any:
+    """Specs in the shape of a dataclass of arrays; one spec may stand for a whole subtree."""
+    return arrays(**specs)
+
+
+ROWS, EVERYWHERE = PartitionSpec(DATA), PartitionSpec()
+CACHE = _specs(Cache, layers=PartitionSpec(DATA, LANES), length=ROWS)
+CHOICE = _specs(Choice, keys=ROWS, values=EVERYWHERE, sampleable=EVERYWHERE, eos=EVERYWHERE)
+PROGRESS = _specs(Progress, cache=CACHE, token=ROWS, active=ROWS, tokens=ROWS, count=ROWS, step=EVERYWHERE, finite=ROWS)
 # Arguments behind the state, and results, of each of the engine's programs.
 PROGRAMS = {
     "start": ((ROWS, ROWS, CACHE, CHOICE, EVERYWHERE), PROGRESS),
@@ -26,7 +33,7 @@ PROGRAMS = {
 }
 
 
-def make_mesh(lanes: int, data: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(lanes: int, data: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of `data` x `lanes` devices, over whose second axis the model's lanes are split.
 
     Raises:
