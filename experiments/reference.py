@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -211,12 +212,15 @@ class Layer(nn.Module):
 class Laneformer(nn.Module):
     """A Laneformer for inference; its weights are uninitialised until filled (see `load`)."""
 
+    table: Tensor
+
     def __init__(self, config: LaneformerConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.dtype = config, dtype
         lanes, width, vocab = config.num_lanes, config.hidden_size, config.vocab_size
         self.embeddings = weight(vocab, width, dtype=dtype)
-        self.layers = nn.ModuleList(Layer(config, layer, dtype) for layer in range(config.num_layers))
+        layers = nn.ModuleList(Layer(config, layer, dtype) for layer in range(config.num_layers))
+        self.layers = cast(list[Layer], layers)  # a ModuleList does not know what it holds
         self.norm = Norm(config, dtype)
         head = {"replicate": (vocab, width), "lane": (vocab, lanes * width)}.get(
             config.head, (lanes, vocab // lanes, width)
@@ -326,23 +330,25 @@ def load(folder: str | Path, dtype: torch.dtype | None = None) -> Laneformer:
     folder = Path(folder)
     config = LaneformerConfig.from_file(folder / "config.json")
     model = Laneformer(config, dtype or getattr(torch, config.dtype))
-    source = SafetensorsFolder.open(folder)
-    targets = dict(_targets(model))
+    source, targets = SafetensorsFolder.open(folder), dict(checkpoint_tensors(model))
     for name, target in targets.items():
-        if name not in source.entries:
+        entry = source.entries.get(name)
+        if entry is None:
             raise LaneformerError(f"{folder}: tensor {name} is missing")
-        if source.entries[name].shape != target.shape:
-            found, needed = list(source.entries[name].shape), list(target.shape)
-            raise LaneformerError(f"{folder}: tensor {name} has shape {found}, the config asks for {needed}")
+        if entry.shape != target.shape:
+            needed = list(target.shape)
+            raise LaneformerError(f"{folder}: tensor {name} is {list(entry.shape)}, but the config asks for {needed}")
+        if entry.dtype.name not in ("float64", "float32", "float16", "bfloat16"):
+            raise LaneformerError(f"{folder}: tensor {name} is {entry.dtype}, which is no weight's dtype")
         target.copy_(_to_torch(source.read(name)))
-    for name in source.entries:
+    for name in source.entries.keys() - targets.keys():
         tied = config.tie_embeddings and name.startswith("lm_head.")
-        if name not in targets and not tied and "rope" not in name and "inv_freq" not in name:
+        if not tied and "rope" not in name and "inv_freq" not in name:
             raise LaneformerError(f"{folder}: tensor {name!r} has no place in the model that the config describes")
     return model
 
 
-def _targets(model: Laneformer) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_tensors(model: Laneformer) -> Iterator[tuple[str, Tensor]]:
     """The published tensor names, each with the part of a weight that it fills."""
     norm = "scale" if model.config.lane_norm_scale else "weight"
     yield "model.tok_embeddings.weight", model.embeddings

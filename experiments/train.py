@@ -228,9 +228,11 @@ def claim(folder: Path, facts: dict[str, Any], resume: bool) -> None:
     """Writes what decides the run to `folder`/run.json, or checks that the run already there is the same.
 
     Raises:
-        LaneformerError: another run is there, or the same one and `resume` is False.
+        LaneformerError: another run is there, or the same one and `resume` is False, or files around it of no run.
     """
     path = folder / "run.json"
+    if not path.exists() and folder.parent.exists() and any(folder.parent.iterdir()):
+        raise LaneformerError(f"{folder.parent} has files of something else: choose another --out")
     if path.exists():
         there = json.loads(path.read_text())
         differing = [f"{k} {there.get(k)!r}, not {v!r}" for k, v in facts.items() if there.get(k) != v]
@@ -277,6 +279,8 @@ def train(
         LaneformerError: settings that don't fit together, or another run is in `out`.
     """
     settings.model_config()
+    if save_every < 1:
+        raise LaneformerError(f"save_every must be at least 1 step, got {save_every}")
     mesh = data_mesh(settings.devices)
     texts = corpus.read_corpus(settings.corpus)
     folder = out.absolute() / "training"
@@ -310,8 +314,9 @@ def _loop(
     if begin:
         state = checkpoints.restore(begin, args=ocp.args.StandardRestore(state))
     params, opt_state, step = state["params"], state["optimizer"], begin
+    done = step == settings.steps or stop()
     with tqdm(total=settings.steps, initial=begin, desc="train", unit="step") as bar:
-        while step < settings.steps and not stop():
+        while not done:
             ids = corpus.batch(tokens, step, settings.batch, settings.seq_len, settings.seed)
             short = step < settings.short_until * settings.steps
             began = time.monotonic()
@@ -321,9 +326,10 @@ def _loop(
             journal.write(step, loss, size)
             bar.set_postfix_str(f"loss {loss:.3f}, {size / (time.monotonic() - began):,.0f} tokens/s", refresh=False)
             bar.update()
-            last = step == settings.steps or stop()
-            state = {"params": params, "optimizer": opt_state}
-            checkpoints.save(step, args=ocp.args.StandardSave(state), force=last and not checkpoints.should_save(step))
+            done = step == settings.steps or stop()
+            if done or checkpoints.should_save(step):
+                state = {"params": params, "optimizer": opt_state}
+                checkpoints.save(step, args=ocp.args.StandardSave(state), force=True)
     return step, params
 
 

@@ -14,9 +14,9 @@ HELP = """Train a Laneformer from scratch, evaluate it on held-out files and wri
   laneformer train --out my-model --corpus src --steps 500
   laneformer generate --model my-model "def main():"
 
-Run it again after a stop (Ctrl-C, SIGTERM, --max-minutes) and it goes on from the last checkpoint, on the very data that
-an unbroken run would have seen. DIR/training has the checkpoints and the loss of every step (metrics.jsonl);
-DIR/metrics.json has the result in bits per byte beside gzip and byte frequencies."""
+Run it again after a stop (Ctrl-C, SIGTERM, --max-minutes) and it goes on from the last checkpoint, on the very data
+that an unbroken run would have seen. DIR/training has the checkpoints and the loss of every step (metrics.jsonl),
+DIR/metrics.json the result in bits per byte beside gzip and byte frequencies."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +48,4 @@ def run(args: argparse.Namespace) -> None:
     """Trains, or goes on training."""
     cli.use_devices(args.devices)
     settings = Settings(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)})
-    train(
-        settings, args.out, resume=args.resume == "auto", save_every=args.save_every, max_minutes=args.max_minutes
-    )
+    train(settings, args.out, resume=args.resume == "auto", save_every=args.save_every, max_minutes=args.max_minutes)

@@ -38,6 +38,9 @@ class RopeScaling:
     original_max_position_embeddings: int
 
     def __post_init__(self):
+        for name, value in vars(self).items():
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise LaneformerError(f"rope_scaling: {name} must be a number, got {value!r}")
         if self.factor < 1 or not 0 < self.low_freq_factor < self.high_freq_factor:
             raise LaneformerError(
                 "rope_scaling: needs factor >= 1 and 0 < low_freq_factor < high_freq_factor, got "
@@ -192,6 +195,8 @@ def _problems(c: LaneformerConfig):
     for name in ("pre_norm_lane_agg", "tie_embeddings"):
         if getattr(c, name) and c.head != "replicate":
             yield f"{name} goes with lm_head_type replicate only, got {c.head}"
+    if c.pre_norm_lane_agg and c.lane_norm_scale:
+        yield "pre_norm_lane_agg has one norm for all lanes, so replicated_rmsn_scale must be true"
     if c.sliding_layers and (c.sliding_window is None or c.sliding_window < 1):
         yield f"layers {list(c.sliding_layers)} slide, so sliding_window must be at least 1, got {c.sliding_window}"
     if any(layer not in range(c.num_layers) for layer in c.sliding_layers):
@@ -222,7 +227,6 @@ class _Reader:
                 raise LaneformerError(f"{name} = {self.fields[name]!r} is not supported: it would change the result")
         layers = self.one_of("num_hidden_layers", kind=int)
         theta, scaling = self.rope()
-        communicates = self.one_of("use_comm", kind=bool, default=True)
         window = self.one_of("sliding_window", kind=int, default=None)
         return LaneformerConfig(
             vocab_size=self.one_of("vocab_size", kind=int),
@@ -235,8 +239,8 @@ class _Reader:
             max_position_embeddings=self.one_of("max_position_embeddings", kind=int),
             head_dim=self.one_of("head_dim", kind=int, default=0),
             delay=self.delay(),
-            attention_comm=self.one_of("use_attention_comm", kind=bool, default=communicates),
-            mlp_comm=self.one_of("use_mlp_comm", kind=bool, default=communicates),
+            attention_comm=self.one_of("use_attention_comm", "use_comm", kind=bool, default=True),
+            mlp_comm=self.one_of("use_mlp_comm", "use_comm", kind=bool, default=True),
             early_comm=self.one_of("use_early_comm", kind=bool, default=False),
             sliding_window=window,
             sliding_layers=self.sliding_layers(layers, window),
@@ -280,36 +284,26 @@ class _Reader:
         return 2 * layers
 
     def rope(self) -> tuple[float, RopeScaling | None]:
-        nested = self.fields.get("rope_parameters") or {}
-        scaling = self.fields.get("rope_scaling") or nested
-        if not isinstance(nested, dict) or not isinstance(scaling, dict):
-            raise LaneformerError("rope_scaling and rope_parameters must be JSON objects")
-        top = self.one_of("rope_theta", kind=float, default=None)
-        theta = nested.get("rope_theta", top)
-        if top is not None and theta != top:
-            raise LaneformerError(f"rope_theta {top} contradicts rope_parameters.rope_theta {theta}")
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind == "default":
-            return float(10000.0 if theta is None else theta), None
-        if kind != "llama3":
-            raise LaneformerError(f"rope_scaling of type {kind!r} is not supported (default or llama3)")
-        names = [field.name for field in dataclasses.fields(RopeScaling)]
-        missing = [name for name in names if name not in scaling]
-        if missing:
-            raise LaneformerError(f"rope_scaling lacks {', '.join(missing)}")
-        return float(10000.0 if theta is None else theta), RopeScaling(**{name: scaling[name] for name in names})
+        nested = {name: self.one_of(name, kind=dict, default={}) for name in ("rope_scaling", "rope_parameters")}
+        thetas = {"rope_theta": self.fields.get("rope_theta")}
+        thetas |= {f"{name}.rope_theta": fields.get("rope_theta") for name, fields in nested.items()}
+        theta = _Reader(thetas).one_of(*thetas, kind=float, default=10000.0)
+        scalings = {name: _rope_scaling(fields) for name, fields in nested.items() if fields.keys() - {"rope_theta"}}
+        scaling = next(iter(scalings.values()), None)
+        if any(other != scaling for other in scalings.values()):
+            raise LaneformerError(f"fields contradict each other: {nested}")
+        return theta, scaling
 
     def sliding_layers(self, layers: int, window: int | None) -> tuple[int, ...]:
         spellings = {}
         if self.fields.get("sliding_window_n_layers") is not None:
             n = self.one_of("sliding_window_n_layers", kind=int)
-            exempt = self.fields.get("unclamped_layers") or ()
-            chosen = range(n) if n >= 0 else range(layers + n, layers)
-            spellings["sliding_window_n_layers"] = {i for i in chosen if i in range(layers)} - set(exempt)
+            chosen = set(range(n) if n >= 0 else range(layers + n, layers)) & set(range(layers))
+            spellings["sliding_window_n_layers"] = chosen - self.layers("unclamped_layers")
         if self.fields.get("swa_layers") is not None:
-            spellings["swa_layers"] = set(self.fields["swa_layers"])
+            spellings["swa_layers"] = self.layers("swa_layers")
         if self.fields.get("layer_types") is not None:
-            kinds = self.fields["layer_types"]
+            kinds = self.one_of("layer_types", kind=list)
             for kind in kinds:
                 if kind not in ("sliding_attention", "full_attention"):
                     raise LaneformerError(f"layer_types has {kind!r}: only sliding_attention and full_attention exist")
@@ -319,6 +313,25 @@ class _Reader:
         if any(chosen != next(iter(spellings.values())) for chosen in spellings.values()):
             raise LaneformerError(f"fields contradict each other on which layers slide: {spellings}")
         return tuple(sorted(next(iter(spellings.values()), set()))) if window is not None else ()
+
+    def layers(self, name: str) -> set[int]:
+        layers = self.one_of(name, kind=list, default=[])
+        if not all(isinstance(layer, int) for layer in layers):
+            raise LaneformerError(f"{name} must list numbers of layers, got {layers!r}")
+        return set(layers)
+
+
+def _rope_scaling(fields: Mapping[str, Any]) -> RopeScaling | None:
+    kind = fields.get("rope_type", fields.get("type"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise LaneformerError(f"rope_scaling of type {kind!r} is not supported (default or llama3)")
+    names = [field.name for field in dataclasses.fields(RopeScaling)]
+    missing = [name for name in names if name not in fields]
+    if missing:
+        raise LaneformerError(f"rope_scaling lacks {', '.join(missing)}")
+    return RopeScaling(**{name: fields[name] for name in names})
 
 
 def token_ids(value: Any, field: str) -> tuple[int, ...]:

@@ -59,6 +59,10 @@ class Engine:
         """Logits [B, T, V] of whole sequences, which must be rows of equal length."""
         return self._program("logits", ids.shape)(self.state, ids)
 
+    def fetch(self, arrays: Any) -> Any:
+        """The arrays' values on the host."""
+        return jax.device_get(arrays)
+
     def _program(self, kind: str, *key: Any) -> Callable[..., Any]:
         if (kind, *key) not in self.programs:
             self.programs[kind, *key] = getattr(self, f"_make_{kind}")(*key)

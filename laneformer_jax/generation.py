@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from numbers import Integral
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from laneformer_jax import decode
 from laneformer_jax.cache import Cache
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.engine import CHUNK, Engine, bucket, round_up
-from laneformer_jax.errors import LaneformerError
+from laneformer_jax.errors import LaneformerError, UsageError
 from laneformer_jax.sampling import Sampling, row_keys
 
 # One token first, for the shortest wait, then few at a time: between blocks the host shows text and seeks stop strings.
@@ -70,9 +71,20 @@ class Session:
 
     def __init__(self, engine: Engine, rows: int = 1, capacity: int | None = None):
         self.engine, self.rows = engine, rows
-        self.capacity = capacity or engine.config.max_position_embeddings
+        context = engine.config.max_position_embeddings
+        self.capacity = min(capacity or context, context)
         self.cache: Cache | None = None
         self.cached: list[list[int]] = [[] for _ in range(rows)]
+
+    def check(self, request: Request) -> None:
+        """Refuses what this session cannot generate, with the numbers.
+
+        Raises:
+            LaneformerError: as `check_request`, or not one prompt for each row.
+        """
+        if len(request.prompts) != self.rows:
+            raise UsageError(f"a session of {self.rows} row(s) got {len(request.prompts)} prompts")
+        check_request(self.engine.config, request, self.capacity)
 
     def run(self, request: Request, blocks: Iterable[int]) -> Iterator[Rows]:
         """Generates in blocks; yields after each what there is, until every row has ended or the limit is reached.
@@ -82,9 +94,9 @@ class Session:
             blocks: tokens of each block; the last number is repeated.
 
         Raises:
-            LaneformerError: the request does not fit into the context, or logits are not finite.
+            LaneformerError: as `check`, or logits are not finite.
         """
-        check_request(self.engine.config, request)
+        self.check(request)
         prompts = self._pending(request.prompts)
         shape, prompt_array, lengths = self._pad(prompts, request)
         choice = _choice(request, self.engine.row_multiple)
@@ -101,7 +113,7 @@ class Session:
                 progress = self.engine.start(shape, prompt_array, lengths, cache, choice, jnp.int32(limit))
             else:
                 progress = self.engine.resume(shape, progress, choice, jnp.int32(limit))
-            rows, done = _read(progress, len(request.prompts) * request.num_samples, limit, request.max_new_tokens)
+            rows, done = self._read(progress, request, limit)
             if done and request.num_samples == 1:
                 self._keep(request.prompts, rows, progress)
             yield rows
@@ -121,39 +133,53 @@ class Session:
     def _pad(self, prompts: list[list[int]], request: Request) -> tuple[decode.Shape, jax.Array, jax.Array]:
         longest = max(map(len, prompts))
         chunk = min(bucket(longest), CHUNK)
-        rows = round_up(len(prompts), self.engine.row_multiple)
-        padded = np.zeros((rows, bucket(longest)), np.int32)
-        lengths = np.ones((rows,), np.int32)
-        for row, prompt in enumerate(prompts):
+        rows = _fill_up(prompts, self.engine.row_multiple)
+        lengths = np.array([len(prompt) for prompt in rows], np.int32)
+        padded = np.zeros((len(rows), bucket(longest)), np.int32)
+        for row, prompt in enumerate(rows):
             padded[row, : len(prompt)] = prompt
-            lengths[row] = len(prompt)
         shape = decode.Shape(self.capacity, chunk, request.num_samples, request.sampling.filters())
         return shape, jnp.asarray(padded), jnp.asarray(lengths)
+
+    def _read(self, progress: decode.Progress, request: Request, limit: int) -> tuple[Rows, bool]:
+        rows = len(request.prompts) * request.num_samples
+        tokens, count, active, finite = self.engine.fetch(
+            (progress.tokens, progress.count, progress.active, progress.finite)
+        )
+        if not finite[:rows].all():
+            bad = np.flatnonzero(~finite[:rows]).tolist()
+            raise LaneformerError(f"the logits of row(s) {bad} are not finite: the weights or their dtype are at fault")
+        ids = [tokens[row, : count[row]].tolist() for row in range(rows)]
+        ended = [not active[row] for row in range(rows)]
+        return Rows(ids, ended), all(ended) or limit >= request.max_new_tokens
 
     def _keep(self, prompts: list[list[int]], rows: Rows, progress: decode.Progress) -> None:
         """The newest token of a row has not been through the model, so the cache ends before it."""
         self.cache = progress.cache
-        lengths = np.asarray(progress.cache.length)
+        lengths = self.engine.fetch(progress.cache.length)
         self.cached = [(p + ids)[:n] for p, ids, n in zip(prompts, rows.ids, lengths, strict=False)]
 
 
 def capacity_for(config: LaneformerConfig, request: Request) -> int:
-    """Tokens of a cache that just holds the request, rounded up to a bucket within the context."""
-    needed = max(map(len, request.prompts)) + request.max_new_tokens
+    """Tokens of a cache that holds the request and all others with prompts of its bucket, within the context."""
+    needed = bucket(max(map(len, request.prompts))) + request.max_new_tokens
     return min(bucket(needed), config.max_position_embeddings)
 
 
-def check_request(config: LaneformerConfig, request: Request) -> None:
+def check_request(config: LaneformerConfig, request: Request, context: int) -> None:
     """Refuses what cannot be generated, with the numbers.
 
     Raises:
-        LaneformerError: an empty prompt, an id outside the vocabulary, or more tokens than the context holds.
+        LaneformerError: an empty prompt, an id outside the vocabulary, a seed that is not one, or more tokens than
+            `context` holds.
     """
     if request.max_new_tokens < 1 or request.num_samples < 1:
         raise LaneformerError(
             f"max_new_tokens and num_samples must be at least 1, got {request.max_new_tokens}, {request.num_samples}"
         )
-    context = config.max_position_embeddings
+    for seed in request.seeds:
+        if not (isinstance(seed, Integral) and 0 <= seed < 2**32):
+            raise UsageError(f"a seed must be a whole number from 0 to {2**32 - 1}, got {seed!r}")
     for prompt in request.prompts:
         if not prompt:
             raise LaneformerError("the prompt is empty: give at least one token")
@@ -166,24 +192,16 @@ def check_request(config: LaneformerConfig, request: Request) -> None:
             )
 
 
+def _fill_up(rows: list[Any], multiple: int) -> list[Any]:
+    """As many rows as a mesh needs: copies of the last one, which end when it ends."""
+    return [*rows, *rows[-1:] * (round_up(len(rows), multiple) - len(rows))]
+
+
 def _choice(request: Request, row_multiple: int) -> decode.Choice:
-    """The seeds of rows that only fill up the batch are those of the last one."""
-    rows = round_up(len(request.prompts), row_multiple)
-    seeds = [*request.seeds, *[request.seeds[-1]] * (rows - len(request.prompts))]
     eos = [*request.eos, *[-1] * (bucket(len(request.eos), 4) - len(request.eos))]
     return decode.Choice(
-        keys=row_keys(seeds, request.num_samples),
+        keys=row_keys(_fill_up(request.seeds, row_multiple), request.num_samples),
         values=request.sampling.values(),
         sampleable=jnp.int32(request.sampleable or 2**31 - 1),
         eos=jnp.asarray(eos, jnp.int32),
     )
-
-
-def _read(progress: decode.Progress, rows: int, limit: int, max_new_tokens: int) -> tuple[Rows, bool]:
-    tokens, count, active, finite = jax.device_get((progress.tokens, progress.count, progress.active, progress.finite))
-    if not finite[:rows].all():
-        bad = np.flatnonzero(~finite[:rows]).tolist()
-        raise LaneformerError(f"the logits of row(s) {bad} are not finite: the weights or their dtype are at fault")
-    ids = [tokens[row, : count[row]].tolist() for row in range(rows)]
-    ended = [not active[row] for row in range(rows)]
-    return Rows(ids, ended), all(ended) or limit >= max_new_tokens

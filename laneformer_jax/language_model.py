@@ -1,6 +1,7 @@
 """`load` and the model as its users see it: text in, text or logits out."""
 
 import json
+import operator
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,7 @@ from laneformer_jax.array_types import Array, Float
 from laneformer_jax.config import LaneformerConfig, token_ids
 from laneformer_jax.engine import Engine
 from laneformer_jax.errors import LaneformerError, UsageError
-from laneformer_jax.generation import (
-    STREAM_BLOCKS,
-    Completion,
-    Request,
-    Rows,
-    Session,
-    capacity_for,
-    check_request,
-)
+from laneformer_jax.generation import STREAM_BLOCKS, Completion, Request, Rows, Session, capacity_for
 from laneformer_jax.safetensors_io import SafetensorsFolder
 from laneformer_jax.sampling import Sampling
 from laneformer_jax.text_stream import TextStream
@@ -155,15 +148,15 @@ class LanguageModel:
             prompts=token_prompts,
             max_new_tokens=self._limit(token_prompts) if max_new_tokens is None else max_new_tokens,
             sampling=Sampling(temperature, top_k, top_p, min_p),
-            seeds=[seed] * len(token_prompts) if isinstance(seed, int) else list(seed),
+            seeds=list(seed) if isinstance(seed, Sequence) else [seed] * len(token_prompts),
             num_samples=num_samples,
             eos=self.eos,
             sampleable=None if self.tokenizer is None else self.tokenizer.size,
         )
         if len(request.seeds) != len(token_prompts):
             raise UsageError(f"{len(request.seeds)} seeds for {len(token_prompts)} prompts: give one, or one for each")
-        check_request(self.config, request)
         session = session or Session(self.engine, len(token_prompts), capacity_for(self.config, request))
+        session.check(request)
         writers = [_Writer(self.tokenizer, prompt, stops) for prompt in token_prompts for _ in range(num_samples)]
         if stream:
             return self._stream(session, request, writers[0])
@@ -198,7 +191,10 @@ class LanguageModel:
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+            try:
+                return [operator.index(token) for token in prompt]
+            except TypeError as error:
+                raise UsageError(f"a prompt must be a text or a list of token ids, got {prompt!r}") from error
         if self.tokenizer is None:
             raise LaneformerError("this model folder has no tokenizer: give the prompt as token ids")
         if not prompt:

@@ -224,16 +224,18 @@ class Laneformer(nnx.Module):
         x = jnp.take(self.embedding[...], ids, axis=0)[:, :, None]
         x = jnp.broadcast_to(x, (*ids.shape, lanes.share(self.config.num_lanes), x.shape[-1]))
         layers: list[LayerCache | None] = [None] * self.config.num_layers if cache is None else [*cache.layers]
-        sent: dict[int, tuple[Array, Array]] = {}
-        for step in self.schedule:
+        own: dict[int, Array] = {}
+        summed: dict[int, Array] = {}
+        for step in make_schedule(self.config, lanes.pack):
+            n = step.module
             with jax.named_scope(f"layer{step.layer}.{step.kind}"):
-                out, layers[step.layer] = self.blocks[step.layer](step, x, positions, layers[step.layer])
-                if step.sends:
-                    sent[step.module] = lanes.sum(out), out
-                x = x + (sent[step.module][0] if step.sum_now else jnp.asarray(step.own_scale, x.dtype) * out)
+                own[n], layers[step.layer] = self.blocks[step.layer](step, x, positions, layers[step.layer])
+                if step.sums:
+                    summed.update(zip(step.sums, lanes.sums([own[m] for m in step.sums]), strict=True))
+                x = x + (summed[n].astype(x.dtype) if step.sum_now else jnp.asarray(step.own_scale, x.dtype) * own[n])
                 if step.receive_from is not None:
-                    total, own = sent.pop(step.receive_from)
-                    x = x + (total - own)
+                    total = summed[step.receive_from]
+                    x = x + (total - own[step.receive_from].astype(total.dtype)).astype(x.dtype)
         if cache is None:
             return x, None
         length = jnp.maximum(cache.length, positions.max(axis=1) + 1)

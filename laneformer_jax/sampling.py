@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from laneformer_jax.array_types import Array, Bool, Float, Int
 from laneformer_jax.errors import UsageError
-from laneformer_jax.lanes import Lanes
+from laneformer_jax.lanes import ALL_HELD, Lanes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Sampling:
     def values(self) -> "Values":
         """The numbers, which can change without compiling again."""
         return Values(
-            jnp.float32(max(self.temperature, jnp.finfo(jnp.float32).tiny)),
+            jnp.float32(np.clip(self.temperature, np.finfo(np.float32).tiny, np.finfo(np.float32).max)),
             jnp.int32(min(self.top_k or 1, 2**31 - 1)),
             jnp.float32(1.0 if self.top_p is None else self.top_p),
             jnp.float32(self.min_p or 0.0),
@@ -113,6 +114,8 @@ def choose(
         lanes: the way to the other devices.
     """
     held = logits.shape[1]
+    if held == vocab:
+        lanes = ALL_HELD  # a vocabulary that can't be split evenly is whole on every device: nothing to add up
     offset = lanes.offset(held, vocab)
     ids = offset + jnp.arange(held, dtype=jnp.int32)
     finite = lanes.max(jnp.any(~jnp.isfinite(logits) & (ids < sampleable), axis=1).astype(jnp.int32)) == 0

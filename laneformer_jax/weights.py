@@ -1,6 +1,7 @@
 """Checkpoint tensors to model parameters: one table of names, applied to an abstract model in both directions."""
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from laneformer_jax.errors import LaneformerError
 from laneformer_jax.model import Laneformer
 from laneformer_jax.safetensors_io import SafetensorsFolder, SafetensorsWriter
 
+LOG = logging.getLogger(__name__)
 ParameterPath = tuple[str | int, ...]
 Place = Callable[[nnx.Variable, Callable[[tuple[slice, ...]], np.ndarray]], jax.Array]
 
@@ -110,7 +112,9 @@ def load(
     Raises:
         LaneformerError: as `check_names`, or values are not finite in `dtype`; all such tensors are listed.
     """
-    check_names(config, source)
+    skipped = check_names(config, source)
+    if skipped:
+        LOG.warning("skipped %d tensor(s) that follow from the config: %s", len(skipped), ", ".join(skipped))
     model = abstract_model(config, dtype)
     graph, state = nnx.split(model)
     abstract = dict(nnx.to_flat_state(state))
@@ -147,18 +151,24 @@ def save_folder(model: Laneformer, folder: Path, dtype: str | None = None) -> No
         model: with concrete parameters.
         folder: made if it is not there.
         dtype: of the tensors written; the parameters' own by default.
+
+    Raises:
+        LaneformerError: values are not finite in `dtype`; all such tensors are listed, and no weights are written.
     """
     flat = dict(nnx.to_flat_state(nnx.state(model)))
-    target = np.dtype(getattr(ml_dtypes, dtype, dtype)) if dtype else None
+    config = model.config.replace(dtype=dtype or model.embedding.dtype.name)
+    target = np.dtype(getattr(ml_dtypes, config.dtype, config.dtype))
     folder.mkdir(parents=True, exist_ok=True)
-    names = parameter_names(model.config)
-    kept = target or next(iter(flat.values())).dtype
-    plan = {name: (target or np.dtype(flat[path].dtype), tuple(flat[path].shape)) for name, path in names.items()}
+    names, problems = parameter_names(config), []
+    plan = {name: (target, tuple(flat[path].shape)) for name, path in names.items()}
     with SafetensorsWriter(folder / "model.safetensors", plan, {"format": "pt"}) as writer:
         for name, path in names.items():
-            writer.write(name, narrowed(np.asarray(flat[path][...]), plan[name][0]))
-    fields = model.config.replace(dtype=np.dtype(kept).name).to_dict()
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+            array = narrowed(np.asarray(flat[path][...]), target)
+            writer.write(name, array)
+            if not np.isfinite(array).all():
+                problems.append(f"{name} has values that are not finite in {target.name}")
+        _raise_all(problems)
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 def _raise_all(problems: list[str]) -> None:

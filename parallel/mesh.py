@@ -9,9 +9,11 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from laneformer_jax.cache import Cache
-from laneformer_jax.config import LaneformerConfig
+from laneformer_jax.config import DTYPES, LaneformerConfig
 from laneformer_jax.decode import Choice, Progress
-from laneformer_jax.errors import LaneformerError
+from laneformer_jax.errors import LaneformerError, UsageError
+from laneformer_jax.lanes import Lanes
+from laneformer_jax.schedule import PACKS, Pack
 
 DATA, LANES = "data", "lanes"
 
@@ -57,6 +59,19 @@ def check_mesh(mesh: Mesh, config: LaneformerConfig) -> None:
         raise LaneformerError(f"the mesh must have the axes {(DATA, LANES)}, got {mesh.axis_names}")
     if config.num_lanes % mesh.shape[LANES]:
         raise LaneformerError(f"{mesh.shape[LANES]} devices do not divide the model's {config.num_lanes} lanes")
+
+
+def exchange(pack: Pack = "module", sum_dtype: str | None = None) -> Lanes:
+    """The lanes that one device of a mesh holds, and how their sums travel to the others.
+
+    Raises:
+        UsageError: `pack` or `sum_dtype` is none that there is.
+    """
+    if pack not in PACKS:
+        raise UsageError(f"pack must be one of {', '.join(PACKS)}, got {pack!r}")
+    if sum_dtype is not None and sum_dtype not in DTYPES:
+        raise UsageError(f"sum_dtype must be one of {', '.join(DTYPES)}, got {sum_dtype!r}")
+    return Lanes(LANES, pack, sum_dtype)
 
 
 def parameter_spec(variable: nnx.Variable, mesh: Mesh) -> PartitionSpec:

@@ -13,6 +13,12 @@ install_import_hook([f"laneformer_jax.{name}" for name in ARRAY_MODULES], "beart
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from laneformer_jax import cache, decode, sampling  # noqa: E402
+
+# Trees of shapes and of partition specs have these types too, so their fields are checked where functions take them.
+for tree in (cache.Cache, cache.LayerCache, decode.Choice, decode.Progress, sampling.Values):
+    tree.__init__ = tree.__init__.__wrapped__
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 

@@ -13,7 +13,7 @@ from laneformer_jax.generation import Completion
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """--model, --dtype and --devices."""
+    """--model, --dtype, --devices and, for several processes, who they are."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="DIR", help="checkpoint folder (default: the small model in the package)")
     group.add_argument("--dtype", choices=DTYPES, help="of weights, cache and activations (default: the config's)")
@@ -23,20 +23,35 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="split the lanes over N devices; on a CPU they are virtual ones (default: one device)",
     )
+    group = parser.add_argument_group(
+        "several processes", "with --devices, the devices of all of them together; only process 0 prints"
+    )
+    group.add_argument("--distributed", action="store_true", help="join the other processes of this SLURM or MPI job")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens, if there is no such job")
+    group.add_argument("--processes", type=int, metavar="N", help="how many processes there are")
+    group.add_argument("--process", type=int, metavar="I", help="which of them this is, from 0")
 
 
 def load_model(args: argparse.Namespace):
     """The language model that the arguments name, on as many devices as they ask for, with a compilation cache."""
     if args.devices is not None and args.devices < 1:
         raise UsageError(f"--devices must be at least 1, got {args.devices}")
-    cli.use_devices(args.devices)
+    named = (args.coordinator, args.processes, args.process)
+    several = args.distributed or any(value is not None for value in named)
+    if several and args.devices is None:
+        raise UsageError("several processes need --devices, the number of devices of all of them together")
+    if any(value is not None for value in named) and None in named:
+        raise UsageError("--coordinator, --processes and --process go together")
+    cli.use_devices(args.devices // (args.processes or 1) if args.devices else None)
     cli.keep_compilations()
     from laneformer_jax.language_model import load
 
     mesh = None
     if args.devices is not None:
-        from parallel import make_mesh
+        from parallel import distributed, make_mesh
 
+        if several:
+            distributed.join(*named)
         mesh = make_mesh(args.devices)
     return load(args.model, dtype=args.dtype, mesh=mesh)
 
