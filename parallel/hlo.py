@@ -5,7 +5,6 @@ Reads the text that `jax.stages.Compiled.as_text()` gives, as JAX 0.10.2 to 0.12
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 BITS = {
@@ -17,7 +16,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _OPERATION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
-_ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\](\{[^{}]*\})?")
 _CALLED = re.compile(r"(?:calls|body|condition|to_apply)=%?([\w.\-]+)")
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 _COMMENT = re.compile(r"/\*.*?\*/")
@@ -31,6 +30,7 @@ class Operation:
         name: unique in its computation.
         opcode: as XLA prints it, such as "fusion" or "all-reduce-start".
         sizes: bytes of each array of the result, in order.
+        in_memory: of each, whether it lies in the device's main memory rather than on the chip (TPU: "S(1)").
         operands: names of the operands.
         attributes: the rest of the line.
         root: it is the result of its computation.
@@ -39,6 +39,7 @@ class Operation:
     name: str
     opcode: str
     sizes: tuple[int, ...]
+    in_memory: tuple[bool, ...]
     operands: tuple[str, ...]
     attributes: str
     root: bool
@@ -46,6 +47,11 @@ class Operation:
     @property
     def bytes(self) -> int:
         return sum(self.sizes)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the result's arrays that lie in main memory."""
+        return sum(size for size, there in zip(self.sizes, self.in_memory, strict=True) if there)
 
     @property
     def scope(self) -> str:
@@ -114,7 +120,18 @@ def _operation(found: re.Match[str], rest: str) -> Operation:
     shape, inside = rest[: opcode.start()], rest[opcode.end() - 1 :]
     end = _closing(inside)
     operands = tuple(re.findall(r"%([\w.\-]+)", inside[:end]))
-    return Operation(found[2], opcode[1], tuple(_sizes(shape)), operands, inside[end:], bool(found[1]))
+    arrays = [array for array in _ARRAY.findall(shape) if array[0] in BITS]
+    return Operation(
+        name=found[2],
+        opcode=opcode[1],
+        sizes=tuple(
+            BITS[dtype] * math.prod(int(d) for d in dimensions.split(",") if d) // 8 for dtype, dimensions, _ in arrays
+        ),
+        in_memory=tuple("S(1)" not in layout for _, _, layout in arrays),
+        operands=operands,
+        attributes=inside[end:],
+        root=bool(found[1]),
+    )
 
 
 def _closing(text: str) -> int:
@@ -125,9 +142,3 @@ def _closing(text: str) -> int:
         if depth == 0:
             return i
     return len(text)
-
-
-def _sizes(shape: str) -> Iterator[int]:
-    for dtype, dimensions in _ARRAY.findall(shape):
-        if dtype in BITS:
-            yield BITS[dtype] * math.prod(int(d) for d in dimensions.split(",") if d) // 8

@@ -176,12 +176,15 @@ def source(op: hlo.Operation) -> str:
 
 
 def _tasks(program: hlo.Program, body: tuple[hlo.Operation, ...], us: dict[str, float], collective_us: float):
+    started = set()
     for op in body:
         if program.collective(op):
             yield Task("start", op.name, collective_us)
+            started.add(op.name)
             if not op.opcode.endswith("-start"):
                 yield Task("wait", op.name)
         elif op.opcode.endswith("-done"):
-            yield Task("wait", op.operands[0])
+            if op.operands[0] in started:
+                yield Task("wait", op.operands[0])
         elif is_kernel(op):
             yield Task("work", source(op), us[op.name])

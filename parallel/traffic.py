@@ -33,14 +33,16 @@ def moved_bytes(program: Program, op: Operation, local: dict[str, Operation]) ->
     if not is_kernel(op):
         return 0
     if op.opcode == "fusion":
-        fused = {inner.name: inner for name in op.called() for inner in program.computations.get(name, ())}
-        return _fused_bytes(fused)
-    read = [local[name].bytes for name in op.operands if name in local]
+        return _fused_bytes({inner.name: inner for name in op.called() for inner in program.computations.get(name, ())})
+    read = [local[name].memory_bytes for name in op.operands if name in local]
+    if op.opcode.endswith("-start"):
+        # An asynchronous copy's result names its source again, and a flag.
+        return read[0] + (op.sizes[0] if op.in_memory[0] else 0)
     if op.opcode in SLICES:
-        return 2 * op.bytes
+        return min(read[0], op.bytes) + op.memory_bytes
     if op.opcode in IN_PLACE:
-        return 2 * read[IN_PLACE[op.opcode]]
-    return sum(read) + op.bytes
+        return 2 * min(op.memory_bytes, local[op.operands[IN_PLACE[op.opcode]]].bytes)
+    return sum(read) + op.memory_bytes
 
 
 def _fused_bytes(fused: dict[str, Operation]) -> int:
@@ -68,12 +70,12 @@ def _fused_bytes(fused: dict[str, Operation]) -> int:
             return sum(written(fused[name]) for name in op.operands)
         if op.opcode in VIEWS and op.operands[0] in fused:
             inner = fused[op.operands[0]]
-            return written(inner) if inner.opcode in (*VIEWS, *IN_PLACE) else op.bytes
+            return written(inner) if inner.opcode in (*VIEWS, *IN_PLACE) else op.memory_bytes
         if op.opcode in IN_PLACE:
             return fused[op.operands[IN_PLACE[op.opcode]]].bytes
-        return op.bytes
+        return op.memory_bytes
 
-    inputs = sum(read(op) for op in fused.values() if op.opcode == "parameter")
+    inputs = sum(read(op) for op in fused.values() if op.opcode == "parameter" and op.memory_bytes)
     return inputs + sum(written(op) for op in fused.values() if op.root)
 
 
