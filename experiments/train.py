@@ -338,6 +338,7 @@ def export(task: Task, params: nnx.State, journal: Journal, out: Path) -> None:
     texts, config, length = task.texts, task.config, task.settings.seq_len
     held_out = corpus.encode(texts.held_out, task.tokenizer)
     size = sum(len(text.encode()) for text in texts.held_out)
+    print(f"evaluating on {size:,} bytes of held-out text", file=sys.stderr)
     rounded = jax.tree.map(lambda p: np.asarray(p).astype(jnp.bfloat16).astype(np.float32), params)
     facts = {
         "bits_per_byte": bits_per_byte(task.graph, params, held_out, length, size),

@@ -18,6 +18,7 @@ VERBS = {
     "schedule": "parallel.schedule_command",
     "convert": "convert.command",
     "train": "experiments.train_command",
+    "bench": "experiments.bench_command",
 }
 SUMMARY = {
     "generate": "continue a prompt",
@@ -25,6 +26,7 @@ SUMMARY = {
     "schedule": "show which module's output crosses lanes, and when",
     "convert": "convert weights between safetensors and Orbax",
     "train": "train a small Laneformer",
+    "bench": "measure memory and speed",
 }
 
 

@@ -268,7 +268,7 @@ class _Reader:
             if not (whole if kind is int else isinstance(value, kind) or (kind is float and whole)):
                 raise LaneformerError(f"{name} must be of type {kind.__name__}, got {value!r}")
         values = list(found.values())
-        if not first and any(value != values[0] for value in values):
+        if not first and any(value != values[0] for value in values[1:]):
             raise LaneformerError(f"fields contradict each other: {found}")
         return kind(values[0])
 

@@ -15,8 +15,16 @@ from laneformer_jax.array_types import Array, Float
 from laneformer_jax.config import LaneformerConfig, token_ids
 from laneformer_jax.engine import Engine
 from laneformer_jax.errors import LaneformerError, UsageError
-from laneformer_jax.generation import STREAM_BLOCKS, Completion, Request, Rows, Session, capacity_for
-from laneformer_jax.safetensors_io import SafetensorsFolder
+from laneformer_jax.generation import (
+    STREAM_BLOCKS,
+    Clock,
+    Completion,
+    Request,
+    Rows,
+    Session,
+    Timing,
+    capacity_for,
+)
 from laneformer_jax.sampling import Sampling
 from laneformer_jax.text_stream import TextStream
 from laneformer_jax.tokenizer import Tokenizer, load_tokenizer
@@ -31,7 +39,8 @@ def load(path: str | Path | None = None, dtype: str | None = None, mesh: Mesh | 
     """The language model of a checkpoint folder.
 
     Args:
-        path: folder with `config.json` and safetensors as published; the embedded default model if None.
+        path: folder with `config.json` and the weights, safetensors as published or as `laneformer convert` leaves
+            them; the embedded default model if None. On a mesh, every device reads its own lanes' bytes alone.
         dtype: "float32", "bfloat16" or "float16" for weights, cache and activations; the config's by default.
         mesh: a mesh with the axes "data" and "lanes" (`parallel.make_mesh`); one device if None.
 
@@ -44,13 +53,13 @@ def load(path: str | Path | None = None, dtype: str | None = None, mesh: Mesh | 
     config = LaneformerConfig.from_file(folder / "config.json")
     if dtype is not None:
         config = config.replace(dtype=dtype)
-    source = SafetensorsFolder.open(folder)
+    source, names = weights.open_source(folder, config)
     if mesh is None:
-        engine = Engine(weights.load(config, source))
+        engine = Engine(weights.load(config, source, names=names))
     else:
         from parallel.engine import MeshEngine, place_on
 
-        engine = MeshEngine(weights.load(config, source, place=place_on(mesh, config)), mesh)
+        engine = MeshEngine(weights.load(config, source, place=place_on(mesh, config), names=names), mesh)
     return LanguageModel(engine, load_tokenizer(folder), (*config.eos_token_ids, *_generation_eos(folder)))
 
 
@@ -160,19 +169,23 @@ class LanguageModel:
         writers = [_Writer(self.tokenizer, prompt, stops) for prompt in token_prompts for _ in range(num_samples)]
         if stream:
             return self._stream(session, request, writers[0])
+        clock = Clock()
         for rows in session.run(request, STREAM_BLOCKS if stops else (request.max_new_tokens,)):
+            clock.lap(rows)
             for row, writer in enumerate(writers):
                 writer.take(rows, row)
             if all(writer.finished for writer in writers):
                 break
-        completions = [writer.completion() for writer in writers]
+        completions = [writer.completion(clock.timing()) for writer in writers]
         if num_samples > 1:
             grouped = [completions[i : i + num_samples] for i in range(0, len(completions), num_samples)]
             return grouped[0] if single else grouped
         return completions[0] if single else completions
 
     def _stream(self, session: Session, request: Request, writer: "_Writer") -> Generator[str, None, Completion]:
+        clock = Clock()
         for rows in session.run(request, STREAM_BLOCKS):
+            clock.lap(rows)
             piece = writer.take(rows, 0)
             if piece:
                 yield piece
@@ -181,7 +194,7 @@ class LanguageModel:
         rest = writer.finish()
         if rest:
             yield rest
-        return writer.completion()
+        return writer.completion(clock.timing())
 
     def _token_prompts(self, prompts: Prompts) -> list[list[int]]:
         items = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -241,7 +254,7 @@ class _Writer:
         self.pieces.append(self.stream.finish())
         return self.pieces[-1]
 
-    def completion(self) -> Completion:
+    def completion(self, timing: Timing) -> Completion:
         self.finish()
         text = "".join(self.pieces) if self.stream else None
-        return Completion(text, self.ids, "stop" if self.finished else "length", self.prompt_tokens)
+        return Completion(text, self.ids, "stop" if self.finished else "length", self.prompt_tokens, timing)

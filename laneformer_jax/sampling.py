@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from laneformer_jax.array_types import Array, Bool, Float, Int
 from laneformer_jax.errors import UsageError
@@ -58,8 +57,10 @@ class Sampling:
 
     def values(self) -> "Values":
         """The numbers, which can change without compiling again."""
+        # Compilers divide by multiplying with the reciprocal, which has to be a normal number as well.
+        tiny = float(jnp.finfo(jnp.float32).tiny)
         return Values(
-            jnp.float32(np.clip(self.temperature, np.finfo(np.float32).tiny, np.finfo(np.float32).max)),
+            jnp.float32(min(max(self.temperature, tiny), 1 / tiny)),
             jnp.int32(min(self.top_k or 1, 2**31 - 1)),
             jnp.float32(1.0 if self.top_p is None else self.top_p),
             jnp.float32(self.min_p or 0.0),

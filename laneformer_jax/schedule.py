@@ -99,6 +99,6 @@ def format_schedule(steps: tuple[Step, ...]) -> str:
     for s in steps:
         own = "sum over lanes" if s.sum_now else f"{s.own_scale:.4g} x own output"
         arrives = "-" if s.receive_from is None else f"module {s.receive_from}"
-        issued = "-" if not s.sums else f"module {s.sums[0]}" if len(s.sums) == 1 else f"modules {s.sums[0]}, {s.sums[1]}"
+        issued = f"module {' and '.join(map(str, s.sums))}" if s.sums else "-"
         lines.append(f"{s.module:>6}  {s.layer:>5}  {s.kind:<9}  {own:<19}  {arrives:<13}  {issued}")
     return "\n".join(lines)

@@ -2,8 +2,10 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +16,32 @@ from flax import nnx
 from laneformer_jax.config import LaneformerConfig
 from laneformer_jax.errors import LaneformerError
 from laneformer_jax.model import Laneformer
-from laneformer_jax.safetensors_io import SafetensorsFolder, SafetensorsWriter
+from laneformer_jax.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsFolder, SafetensorsWriter
 
 LOG = logging.getLogger(__name__)
 ParameterPath = tuple[str | int, ...]
+Names = dict[str, ParameterPath]  # of a source's tensors, each with the path of its parameter in the model
 Place = Callable[[nnx.Variable, Callable[[tuple[slice, ...]], np.ndarray]], jax.Array]
+
+ORBAX_FOLDER = "orbax"  # of a converted folder
+
+
+class TensorInfo(Protocol):
+    """What a source says of a tensor before any of it is read."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class TensorSource(Protocol):
+    """Named tensors in storage, of which any part can be read on its own."""
+
+    @property
+    def entries(self) -> Mapping[str, TensorInfo]: ...
+    def read_slice(self, name: str, index: tuple[slice, ...], /) -> np.ndarray: ...
+
 
 # Tensor name in the published checkpoint -> path in the model. `{i}` runs over layers; {norm} and {head} depend on the
 # config. No tensor is transposed or split: the model keeps the checkpoint's layout.
@@ -41,7 +64,7 @@ DERIVED_SUFFIXES = ("inv_freq", "rope.freqs", "freqs_cis", "cos_cached", "sin_ca
 FLOATS = {"float64", "float32", "float16", "bfloat16"}
 
 
-def parameter_names(config: LaneformerConfig) -> dict[str, ParameterPath]:
+def parameter_names(config: LaneformerConfig) -> Names:
     """Every tensor name that a checkpoint of `config` must hold, with the path of its parameter in the model."""
     norm = "scale" if config.lane_norm_scale else "weight"
     head = "linear.weight" if config.head == "lane" else "weight"
@@ -57,6 +80,26 @@ def parameter_names(config: LaneformerConfig) -> dict[str, ParameterPath]:
     return dict(expand())
 
 
+def leaf_names(config: LaneformerConfig) -> Names:
+    """The parameters' names in a converted folder: their paths in the model, joined by dots."""
+    return {".".join(map(str, path)): path for path in parameter_names(config).values()}
+
+
+def open_source(folder: Path, config: LaneformerConfig) -> tuple[TensorSource, Names]:
+    """The weights of a model folder, safetensors or converted, and the names that they go by there.
+
+    Raises:
+        LaneformerError: there are none or both, or they are unusable.
+    """
+    if not os.path.lexists(folder / ORBAX_FOLDER):
+        return SafetensorsFolder.open(folder), parameter_names(config)
+    if any(os.path.lexists(folder / name) for name in (SINGLE_FILE, INDEX_FILE)):
+        raise LaneformerError(f"{folder} has both safetensors and {ORBAX_FOLDER}/: remove the one that is not meant")
+    from laneformer_jax.orbax_io import OrbaxFolder
+
+    return OrbaxFolder.open(folder / ORBAX_FOLDER), leaf_names(config)
+
+
 def abstract_model(config: LaneformerConfig, dtype: jnp.dtype | str | None = None) -> Laneformer:
     """The model with shapes and dtypes in place of arrays; nothing is computed or allocated."""
     return nnx.eval_shape(lambda: Laneformer(config, dtype=jnp.dtype(dtype or config.dtype), rngs=nnx.Rngs(0)))
@@ -67,17 +110,16 @@ def parameter_count(config: LaneformerConfig) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract_model(config))))
 
 
-def check_names(config: LaneformerConfig, source: SafetensorsFolder) -> list[str]:
+def check_names(config: LaneformerConfig, source: TensorSource, names: Names) -> list[str]:
     """Names of derived tensors that will be skipped, once every other one matches its parameter.
 
     Raises:
         LaneformerError: tensors are missing, unexpected, or of a wrong shape or kind; all of them are listed.
     """
-    names = parameter_names(config)
     shapes = {path: leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(abstract_model(config)))}
-    skipped = [name for name in source.entries if name.endswith(DERIVED_SUFFIXES)]
-    if config.tie_embeddings and "lm_head.weight" in source.entries:
-        skipped.append("lm_head.weight")
+    skipped = [name for name in source.entries if name not in names and name.endswith(DERIVED_SUFFIXES)]
+    if config.tie_embeddings:
+        skipped += [name for name in ("lm_head.weight", "head.weight") if name in source.entries]
     problems = [f"{name} is missing" for name in names if name not in source.entries]
     problems += [f"{name} is unexpected" for name in source.entries if name not in names and name not in skipped]
     for name, path in names.items():
@@ -97,9 +139,10 @@ def place_on_default_device(variable: nnx.Variable, read: Callable[[tuple[slice,
 
 def load(
     config: LaneformerConfig,
-    source: SafetensorsFolder,
+    source: TensorSource,
     dtype: jnp.dtype | str | None = None,
     place: Place = place_on_default_device,
+    names: Names | None = None,
 ) -> Laneformer:
     """The model of a checkpoint folder, every parameter read once into its place.
 
@@ -108,18 +151,20 @@ def load(
         source: its tensors.
         dtype: of the parameters; the config's by default.
         place: makes the array of one parameter from a reader of its slices.
+        names: of the tensors in the source; those of the published checkpoint by default.
 
     Raises:
         LaneformerError: as `check_names`, or values are not finite in `dtype`; all such tensors are listed.
     """
-    skipped = check_names(config, source)
+    names = parameter_names(config) if names is None else names
+    skipped = check_names(config, source, names)
     if skipped:
         LOG.warning("skipped %d tensor(s) that follow from the config: %s", len(skipped), ", ".join(skipped))
     model = abstract_model(config, dtype)
     graph, state = nnx.split(model)
     abstract = dict(nnx.to_flat_state(state))
     loaded, problems = {}, []
-    for name, path in parameter_names(config).items():
+    for name, path in names.items():
         variable = abstract[path]
 
         def read(index: tuple[slice, ...], name: str = name, dtype: np.dtype = variable.dtype) -> np.ndarray:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
@@ -45,7 +45,7 @@ class Target:
         """
         return make_mesh(self.devices, devices=list(self._devices()))
 
-    def _devices(self) -> Sequence[jax.Device]:
+    def _devices(self) -> Sequence[Any]:
         try:
             if self.description is None:
                 return topologies.get_topology_desc(self.topology, self.platform).devices

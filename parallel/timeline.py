@@ -32,7 +32,7 @@ class Span:
 
 
 def play(tasks: Iterable[Task], streams: int) -> list[Span]:
-    """The spans of the tasks in order, when up to `streams` sums can run at a time; each takes the first free stream."""
+    """The spans of the tasks in order, where `streams` sums can run at a time; each takes the first free stream."""
     now, spans = 0.0, []
     free = [0.0] * streams
     ends: dict[str, float] = {}

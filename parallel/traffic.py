@@ -30,19 +30,24 @@ def moved_bytes(program: Program, op: Operation, local: dict[str, Operation]) ->
         op: the kernel.
         local: the operations of its computation by name.
     """
-    if not is_kernel(op):
+    if op.opcode.endswith("-done") and (source := _copied(op, local)):
+        return op.bytes * any(source.in_memory) + op.memory_bytes
+    if not is_kernel(op) or op.opcode.endswith("-start"):
         return 0
     if op.opcode == "fusion":
         return _fused_bytes({inner.name: inner for name in op.called() for inner in program.computations.get(name, ())})
     read = [local[name].memory_bytes for name in op.operands if name in local]
-    if op.opcode.endswith("-start"):
-        # An asynchronous copy's result names its source again, and a flag.
-        return read[0] + (op.sizes[0] if op.in_memory[0] else 0)
     if op.opcode in SLICES:
         return min(read[0], op.bytes) + op.memory_bytes
     if op.opcode in IN_PLACE:
         return 2 * min(op.memory_bytes, local[op.operands[IN_PLACE[op.opcode]]].bytes)
     return sum(read) + op.memory_bytes
+
+
+def _copied(done: Operation, local: dict[str, Operation]) -> Operation | None:
+    """What an asynchronous operation copies or slices."""
+    start = local[done.operands[0]]
+    return local.get(start.operands[0]) if start.operands else None
 
 
 def _fused_bytes(fused: dict[str, Operation]) -> int:
@@ -79,18 +84,24 @@ def _fused_bytes(fused: dict[str, Operation]) -> int:
     return inputs + sum(written(op) for op in fused.values() if op.root)
 
 
-def least_bytes(engine: MeshEngine, rows: int, capacity: int) -> int:
+def least_bytes(engine: MeshEngine, rows: int, capacity: int) -> tuple[int, int]:
     """Bytes that one device must read for a token: its weights once, and the cache of `capacity` tokens.
 
     Of the embedding only a row is read, and the device's share of it where it serves as the head.
+
+    Returns:
+        the whole token's, and those of one layer on average.
     """
     devices = engine.mesh.shape[specs.LANES]
-    config, total = engine.config, 0
+    config, layers, rest = engine.config, 0, 0
     for path, leaf in nnx.to_flat_state(engine.state):
         size = leaf.size * engine.dtype.itemsize
-        if path == ("embedding",):
-            total += rows * size // config.vocab_size + (size // devices if config.tie_embeddings else 0)
+        held = size // devices if specs.LANES in specs.parameter_spec(leaf, engine.mesh) else size
+        if path[0] == "blocks":
+            layers += held
+        elif path[0] == "embedding":
+            rest += rows * size // config.vocab_size + (size // devices if config.tie_embeddings else 0)
         else:
-            split = specs.LANES in specs.parameter_spec(leaf, engine.mesh)
-            total += size // devices if split else size
-    return total + cache_bytes(config, rows, capacity, engine.dtype) // devices
+            rest += held
+    layers += cache_bytes(config, rows, capacity, engine.dtype) // devices
+    return layers + rest, layers // config.num_layers

@@ -15,8 +15,8 @@ import pytest  # noqa: E402
 
 from laneformer_jax import cache, decode, sampling  # noqa: E402
 
-# Trees of shapes and of partition specs have these types too, so their fields are checked where functions take them.
-for tree in (cache.Cache, cache.LayerCache, decode.Choice, decode.Progress, sampling.Values):
+# Trees of shapes and of partition specs have these types too, and `Sampling` checks its own values.
+for tree in (cache.Cache, cache.LayerCache, decode.Choice, decode.Progress, sampling.Sampling, sampling.Values):
     tree.__init__ = tree.__init__.__wrapped__
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

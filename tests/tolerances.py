@@ -17,3 +17,6 @@ LOGITS_BFLOAT16 = 2e-2
 # Relative difference between a gradient's norm and a central difference in float32: the loss is rounded to 2e-7 and
 # moves by 6e-3 times the norm.
 GRADIENT_DIFFERENCE = 2e-3
+
+# Relative difference between two ways to sum a gradient in float32: some ten roundings of 6e-8 in sums that cancel.
+GRADIENT_FLOAT32 = 1e-5

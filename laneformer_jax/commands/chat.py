@@ -1,6 +1,7 @@
 """`laneformer chat`: a conversation whose cache is kept from turn to turn."""
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -61,7 +62,6 @@ def _messages(interactive: bool) -> Iterator[str]:
 
 
 def _answer(lm: Any, messages: list[dict[str, str]], session: Any, args: argparse.Namespace) -> str:
-    watch = options.Stopwatch()
     shown: list[str] = []
 
     def show(piece: str) -> None:
@@ -73,11 +73,11 @@ def _answer(lm: Any, messages: list[dict[str, str]], session: Any, args: argpars
 
     prompt = lm.tokenizer.encode_chat(messages)
     pieces = lm.generate([prompt], stream=True, session=session, **options.sampling(args))
-    completion = options.follow(pieces, watch, show)
+    completion = options.follow(pieces, show)
     text = "".join(shown).rstrip("\n")
     if args.json:
-        facts = watch.facts([completion])
-        print(json.dumps({"text": text, "finish_reason": completion.finish_reason, **facts}), flush=True)
+        record = {**dataclasses.asdict(completion), "text": text}
+        print(json.dumps(record, ensure_ascii=False), flush=True)
     else:
-        watch.report([completion])
+        options.report(completion)
     return text

@@ -1,6 +1,7 @@
 """`laneformer generate`: continue a prompt."""
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -35,24 +36,22 @@ def run(args: argparse.Namespace) -> None:
     """Prints the completions."""
     prompt = _prompt(args)
     lm = options.load_model(args)
-    watch = options.Stopwatch()
     echo = prompt if args.echo and isinstance(prompt, str) and not args.json else ""
     if args.num_samples == 1 and lm.tokenizer is not None:
         pieces = lm.generate([prompt], stream=True, **options.sampling(args))
-        completions = [options.follow(pieces, watch, (lambda _: None) if args.json else _writer(echo))]
+        completions = [options.follow(pieces, (lambda _: None) if args.json else _writer(echo))]
     else:
         completions = lm.generate([prompt], num_samples=args.num_samples, **options.sampling(args))
         completions = completions[0] if args.num_samples > 1 else completions
-        watch.lap()
     for i, completion in enumerate(completions):
         if args.json:
-            facts = {"prompt": prompt, "sample": i, "seed": args.seed, **vars(completion), **watch.facts(completions)}
-            print(json.dumps(facts, ensure_ascii=False))
+            record = {"prompt": prompt, "sample": i, "seed": args.seed, **dataclasses.asdict(completion)}
+            print(json.dumps(record, ensure_ascii=False))
         elif len(completions) > 1 or lm.tokenizer is None:
             print(f"--- sample {i + 1} of {len(completions)} ({completion.finish_reason})")
             print(" ".join(map(str, completion.token_ids)) if completion.text is None else echo + completion.text)
     if not args.json:
-        watch.report(completions)
+        options.report(completions[0])
 
 
 def _writer(echo: str) -> Callable[[str], None]:

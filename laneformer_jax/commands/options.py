@@ -2,8 +2,7 @@
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any
 
 from laneformer_jax import cli
@@ -74,46 +73,16 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-class Stopwatch:
-    """Seconds to the first token and tokens per second after it."""
-
-    def __init__(self):
-        self.begun = time.perf_counter()
-        self.first: float | None = None
-        self.end = self.begun
-
-    def lap(self) -> None:
-        """Marks that text has arrived."""
-        self.end = time.perf_counter()
-        if self.first is None:
-            self.first = self.end
-
-    def facts(self, completions: Sequence[Completion]) -> dict[str, float | int | None]:
-        """The figures by name; None where completions that came all at once, or a single token, give none."""
-        tokens = sum(len(completion.token_ids) for completion in completions)
-        seconds = self.end - self.begun
-        if self.first is None or self.first == self.end or tokens < 2:
-            return {"tokens": tokens, "seconds": round(seconds, 3), "first_token_s": None, "tokens_per_s": None}
-        rate = (tokens - 1) / (self.end - self.first)
-        first = round(self.first - self.begun, 3)
-        return {"tokens": tokens, "seconds": round(seconds, 3), "first_token_s": first, "tokens_per_s": round(rate, 1)}
-
-    def report(self, completions: Sequence[Completion]) -> None:
-        """The figures as a line on stderr."""
-        facts = self.facts(completions)
-        detail = ""
-        if facts["first_token_s"] is not None:
-            detail = f": first after {facts['first_token_s']} s, then {facts['tokens_per_s']} tokens/s"
-        print(f"[{facts['tokens']} tokens in {facts['seconds']} s{detail}]", file=sys.stderr)
-
-
-def follow(pieces: Generator[str, None, Completion], watch: Stopwatch, show: Callable[[str], None]) -> Completion:
+def follow(pieces: Generator[str, None, Completion], show: Callable[[str], None]) -> Completion:
     """Shows pieces of text as they are generated; returns the whole."""
     while True:
         try:
-            piece = next(pieces)
+            show(next(pieces))
         except StopIteration as end:
             show("\n")
             return end.value
-        watch.lap()
-        show(piece)
+
+
+def report(completion: Completion) -> None:
+    """How long it took, as a line on stderr."""
+    print(f"[{completion.timing}]", file=sys.stderr)

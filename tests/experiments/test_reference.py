@@ -112,7 +112,14 @@ VARIANTS = {
     "tied embeddings": {"tie_embeddings": True},
     "one lane, one KV head": {"num_lanes": 1, "num_kv_heads": 1},
     "window of 1": {"sliding_window": 1},
-    "Llama 3 rotary": {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 32), "rope_theta": 500.0},
+    # Wavelengths on both sides of, and between, the two bounds.
+    "Llama 3 rotary": {
+        "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 32),
+        "rope_theta": 20.0,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+    },
 }
 
 
@@ -187,6 +194,9 @@ class TestLimits:
     def test_onednn_is_left_as_it_was(self):
         model = seeded(BASE, torch.bfloat16)
         model.generate(token_ids(BASE, 3), 2)
+        assert torch.backends.mkldnn.enabled
+        with reference.native_kernels(True):
+            assert not torch.backends.mkldnn.enabled
         assert torch.backends.mkldnn.enabled
 
 

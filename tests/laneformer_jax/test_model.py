@@ -9,7 +9,6 @@ from tolerances import GRADIENT_DIFFERENCE, LOGITS_BFLOAT16, LOGITS_FLOAT32
 
 import laneformer_jax as lf
 from laneformer_jax.cache import cache_bytes, init_cache
-from laneformer_jax.model import Laneformer
 from laneformer_jax.weights import abstract_model, parameter_count
 
 SMALL = toy.BASE.replace(num_layers=3, sliding_layers=(), num_lanes=4)
@@ -31,7 +30,6 @@ MODES = {
     "window_of_one": {"sliding_window": 1, "sliding_layers": (0, 2)},
     "llama3_rope": {"rope_scaling": lf.RopeScaling(4.0, 1.0, 4.0, 16), "rope_theta": 100.0},
     "tied": {"tie_embeddings": True},
-    "one_lane": {"num_lanes": 1},
     "lane_norms_lane_head": {"lane_norm_scale": True, "head": "lane"},
     "vocab_head": {"head": "vocab_parallel", "norm_eps": 0.1},
     "summed_before_the_norm": {"pre_norm_lane_agg": True},
@@ -126,13 +124,3 @@ def test_later_tokens_change_nothing_before_them():
     logits = np.asarray(toy.model(SMALL)(jnp.asarray(changed)))
     np.testing.assert_array_equal(logits[:, :13], toy.logits(SMALL)[:, :13])
     assert (np.abs(logits - toy.logits(SMALL)).max(-1)[:, 13:] > 0).all()
-
-
-def test_initial_weights_are_seeded():
-    config = toy.BASE.replace(num_layers=1, sliding_layers=())
-    make = jax.jit(lambda key: nnx.state(Laneformer(config, rngs=nnx.Rngs(key))))
-    first, again, other = (dict(nnx.to_flat_state(make(jax.random.key(seed)))) for seed in (0, 0, 1))
-    for path, leaf in first.items():
-        assert np.isfinite(leaf[...]).all()
-        assert (leaf[...] == again[path][...]).all()
-        assert path[-1] == "scale" or (leaf[...] != other[path][...]).any(), path

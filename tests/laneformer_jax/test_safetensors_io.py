@@ -303,9 +303,11 @@ def edit_header(original: bytes, rng: random.Random) -> bytes:
     header, body = split(original)
     for _ in range(rng.randrange(1, 3)):
         name = rng.choice(list(header))
-        edit = rng.randrange(5)
+        edit = rng.randrange(6)
         if edit == 0:
             header[rng.choice(["new", "", "__metadata__", "é"])] = header.pop(name)
+        elif edit == 4:
+            header["copy"] = header[name]  # two tensors of the same bytes
         elif edit == 1:
             header[name] = rng.choice(NASTY)
         elif edit == 2 and isinstance(header[name], dict):

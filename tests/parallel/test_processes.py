@@ -40,7 +40,7 @@ def alone():
     lm.eos = tuple(int(row[goldens.PROMPT_TOKENS + 9]) for row in expected.greedy)
     completions = lm.generate(expected.input_ids.tolist(), max_new_tokens=goldens.NEW_TOKENS)
     assert all(completion.finish_reason == "stop" for completion in completions)
-    return [vars(completion) for completion in completions]
+    return [[c.token_ids, c.finish_reason] for c in completions]
 
 
 @pytest.mark.parametrize("processes", [2, 4])
