@@ -89,6 +89,8 @@ def save(plan: Plan, folder: Path, read: Read) -> None:
             handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, type_handler_registry=registry)
             with ocp.Checkpointer(handler) as checkpointer:
                 checkpointer.save(folder, args=ocp.args.PyTreeSave(tree))
+        # It tells object stores alone that the save is complete, and holds this machine's path.
+        (folder / "commit_success.txt").unlink(missing_ok=True)
     except LaneformerError:
         raise
     except ValueError as error:  # TensorStore's only kind of error

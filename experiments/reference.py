@@ -27,10 +27,11 @@ from laneformer_jax.safetensors_io import SafetensorsFolder
 def lane_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`y_l = x_l W_l^T`: x [L, N, in], weight [L, out, in] -> [L, N, out].
 
-    A single vector stands on the right: in float32, that is up to twice as fast as on the left.
+    A single vector stands on the right, which is up to three times as fast in float32. The kernel is chosen by the
+    strides, even that of an axis of length 1: other strides than those of `[:, 0, None]` cost a factor of eight.
     """
     if x.shape[1] == 1:
-        return torch.bmm(weight, x.mT).mT
+        return torch.bmm(weight, x[:, 0, None].mT).mT
     return torch.bmm(x, weight.mT)
 
 
@@ -42,7 +43,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     if len(x) > 1:
         return F.linear(x, weight)
     blocks = math.gcd(len(weight), 8)
-    return torch.bmm(weight.view(blocks, -1, x.shape[1]), x.mT.expand(blocks, -1, -1)).view(1, -1)
+    return lane_linear(x.expand(blocks, -1, -1), weight.view(blocks, -1, x.shape[1])).reshape(1, -1)
 
 
 @contextmanager

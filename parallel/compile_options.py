@@ -37,5 +37,5 @@ OPTIONS: dict[str, CompilerOptions] = {
 
 def compiler_options(mesh: Mesh) -> CompilerOptions:
     """The options for programs on the devices of `mesh`; none for one lane group, which exchanges nothing."""
-    platform = {"cuda": "gpu", "rocm": "gpu"}.get(mesh.devices.flat[0].platform, mesh.devices.flat[0].platform)
-    return dict(OPTIONS.get(platform, {})) if mesh.size > 1 else {}
+    platform = str(mesh.devices.flat[0].platform)
+    return dict(OPTIONS.get({"cuda": "gpu", "rocm": "gpu"}.get(platform, platform), {})) if mesh.size > 1 else {}

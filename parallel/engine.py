@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,9 @@ class MeshEngine(Engine):
     def lower_resume(self, shape: decode.Shape, progress: decode.Progress, choice: decode.Choice) -> jax.stages.Lowered:
         """The decode loop for arguments of these shapes, ready to be compiled; needs no device."""
         program = self._program("resume", shape, progress.token.shape, len(choice.eos))
-        return program.lower(self.state, progress, choice, jax.ShapeDtypeStruct((), jnp.int32))
+        return cast(jax.stages.Wrapped, program).lower(
+            self.state, progress, choice, jax.ShapeDtypeStruct((), jnp.int32)
+        )
 
     def _make_cache(self, rows: int, capacity: int) -> Callable[[], Cache]:
         make = partial(init_cache, self.config, rows, capacity, self.dtype)

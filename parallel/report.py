@@ -143,13 +143,9 @@ def compile_report(
     """
     engine = MeshEngine(abstract_model(config), target.mesh(), pack, sum_dtype)
     capacity = capacity or config.max_position_embeddings
-    text = lower_decode(engine, 1, capacity).compile().as_text()
-    return read_report(
-        hlo.parse(text),
-        least_bytes(engine, 1, capacity),
-        target.bytes_per_second,
-        collective_us or target.collective_us,
-    )
+    program = hlo.parse(lower_decode(engine, 1, capacity).compile().as_text() or "")
+    least = least_bytes(engine, 1, capacity)
+    return read_report(program, least, target.bytes_per_second, collective_us or target.collective_us)
 
 
 def read_report(program: hlo.Program, least: tuple[int, int], bytes_per_second: float, collective_us: float) -> Report:

@@ -12,7 +12,6 @@ from laneformer_jax import weights
 
 CONFIG = toy.BASE.replace(num_layers=1)
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-TOKENIZER_FILES = ("generation_config.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def values(config=CONFIG, dtype="float32"):
@@ -38,8 +37,6 @@ def write(folder, tensors=None, config=CONFIG, shards=1, **fields):
     folder.mkdir(parents=True)
     tensors = values(config) if tensors is None else tensors
     (folder / "config.json").write_text(json.dumps(config.to_dict() | fields))
-    for name in TOKENIZER_FILES:
-        (folder / name).write_bytes(name.encode())
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return folder

@@ -21,9 +21,9 @@ from laneformer_jax.sampling import Sampling
 
 RING = toy.BASE.replace(num_layers=1)
 WINDOW = RING.sliding_window
-LENGTHS = [WINDOW - 1, WINDOW, WINDOW + 1, 13]  # of the first turn, padded to one chunk
-TURN = [5, 1, 9, 16]  # of the second turn, after the ring has wrapped
-CHUNK_TOKENS, STEPS = 16, 12
+# Tokens of two rows' first and second turns; the ring has wrapped in between.
+TURNS = [([WINDOW - 1, WINDOW + 1], [5, 20]), ([WINDOW, 13], [1, 9])]
+TURN_TOKENS, STEPS = 20, 12  # padded
 
 
 def ints(rows):
@@ -85,14 +85,14 @@ def test_memory_is_what_the_windows_imply():
         assert held == 3 * sum(expected) * 8 * 4 * 2 * 2  # rows, slots, KV heads, head dim, keys and values, bytes
 
 
-def two_turns_and_steps_between(ids):
+def two_turns_and_steps_between(ids, first, second):
     """Logits [B, N, V] of every token through the cache, and their positions [B, N] with -1 for padding.
 
     A padded chunk, single steps past the wrap, and another chunk; not compiled, so that faults can be planted cheaply.
     """
     model, cache = toy.model(RING), init_cache(RING, len(ids), 64, jnp.dtype("float32"))
     rows, parts = np.arange(len(ids))[:, None], []
-    for lengths, tokens in [(LENGTHS, CHUNK_TOKENS), *[([1] * len(ids), 1)] * STEPS, (TURN, CHUNK_TOKENS)]:
+    for lengths, tokens in [(first, TURN_TOKENS), *[([1] * len(ids), 1)] * STEPS, (second, TURN_TOKENS)]:
         columns = np.asarray(cache.length)[:, None] + np.arange(tokens)
         positions = np.where(np.arange(tokens) < np.array(lengths)[:, None], columns, -1)
         x, cache = model.streams(jnp.asarray(ids[rows, columns]), ints(positions), cache, ALL_HELD)
@@ -103,17 +103,18 @@ def two_turns_and_steps_between(ids):
 
 @cache
 def uncached():
-    ids = toy.ids(rows=len(LENGTHS), tokens=CHUNK_TOKENS + STEPS + CHUNK_TOKENS)
+    ids = toy.ids(rows=2, tokens=TURN_TOKENS + STEPS + TURN_TOKENS)
     return ids, np.asarray(toy.language_model(RING).logits(ids))
 
 
 def assert_cached_is_uncached():
     ids, expected = uncached()
-    logits, positions, length = two_turns_and_steps_between(ids)
-    assert length.tolist() == [a + STEPS + b for a, b in zip(LENGTHS, TURN, strict=True)]
-    for row, (got, at) in enumerate(zip(logits, positions, strict=True)):
-        assert sorted(at[at >= 0]) == list(range(length[row]))
-        assert np.abs(got[at >= 0] - expected[row, at[at >= 0]]).max() < LOGITS_FLOAT32
+    for first, second in TURNS:
+        logits, positions, length = two_turns_and_steps_between(ids, first, second)
+        assert length.tolist() == [a + STEPS + b for a, b in zip(first, second, strict=True)]
+        for row, (got, at) in enumerate(zip(logits, positions, strict=True)):
+            assert sorted(at[at >= 0]) == list(range(length[row]))
+            assert np.abs(got[at >= 0] - expected[row, at[at >= 0]]).max() < LOGITS_FLOAT32
 
 
 def test_window_wrap_and_a_later_turn_equal_the_uncached_forward():

@@ -24,6 +24,18 @@ def lm(monkeypatch) -> LanguageModel:
     return model
 
 
+@pytest.fixture
+def fresh_settings(monkeypatch, tmp_path):
+    """The environment and the compilation cache as before, after the test."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compilation_cache.reset_cache()
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    compilation_cache.reset_cache()
+
+
 def run(capsys, *words: str) -> tuple[int, str, str]:
     code = cli.main(words)
     captured = capsys.readouterr()
@@ -107,7 +119,7 @@ def test_a_mistake_is_one_line_on_stderr(lm, capsys, words, code, message):
     assert_one_line(run(capsys, "generate", *words), code, message)
 
 
-def test_a_folder_that_is_no_model(capsys, tmp_path):
+def test_a_folder_that_is_no_model(fresh_settings, capsys, tmp_path):
     outcome = run(capsys, "generate", "--model", str(tmp_path), "bad")
     assert_one_line(outcome, 1, "is not a model folder: it has no config.json")
 
@@ -144,18 +156,6 @@ def test_every_verb_explains_itself(capsys, verb):
         cli.main([verb, "--help"])
     out = capsys.readouterr().out
     assert end.value.code == 0 and len(out.splitlines()) > 10
-
-
-@pytest.fixture
-def fresh_settings(monkeypatch, tmp_path):
-    """The environment and the compilation cache as before, after the test."""
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compilation_cache.reset_cache()
-    yield tmp_path
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-    compilation_cache.reset_cache()
 
 
 def test_the_whole_way_from_a_folder_on_eight_devices(fresh_settings, capsys):

@@ -68,7 +68,7 @@ def test_three_prompts_of_one_bucket_compile_once(caplog):
         return [record.getMessage() for record in caplog.records if "Finished XLA compilation" in record.getMessage()]
 
     assert sum("jit(start)" in message for message in compiled()) == 1
-    assert [name for name, *_ in lm.engine.programs] == ["start", "cache"] or len(lm.engine.programs) == 2
+    assert sorted(name for name, *_ in lm.engine.programs) == ["cache", "start"]
     lm.eos = (0, 1, 2)
     assert compiled(seed=9) == compiled(max_new_tokens=NEW + 8) == []
     assert len(lm.engine.programs) == 2
@@ -202,10 +202,9 @@ def test_seed_gives_the_same_tokens_alone_and_as_row_3_of_8():
     assert generate(seed=7, **{**SAMPLED, "temperature": 1e-6}) == [answers()[4]]
 
 
-@pytest.mark.parametrize("options", [{}, {"seed": 7, **SAMPLED}], ids=["greedy", "sampled"])
-def test_tokens_on_eight_devices_are_those_on_one(options):
-    on_mesh = toy.language_model(lanes=8)
-    assert generate(lm=on_mesh, **options) == [sampled()[3] if options else answers()[4]]
+def test_seed_gives_the_same_tokens_on_eight_devices():
+    """Greedy ones are compared with the goldens, in tests/parallel."""
+    assert generate(lm=toy.language_model(lanes=8), seed=7, **SAMPLED) == [sampled()[3]]
 
 
 def test_samples_share_one_prefill_and_equal_separate_runs(monkeypatch):

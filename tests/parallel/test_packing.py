@@ -79,7 +79,9 @@ def test_a_layer_travels_together(delay, expected):
     assert [step.sums for step in steps if step.sums] == expected
 
 
-@pytest.mark.parametrize(("delay", "lanes", "pack"), [(1, 4, "module"), (3, 2, "layer"), (3, 8, "layer")])
+@pytest.mark.parametrize(
+    ("delay", "lanes", "pack"), [(3, 1, "layer"), (1, 4, "module"), (3, 2, "module"), (3, 8, "layer")]
+)
 def test_odd_delays_on_a_mesh_are_the_single_devices(delay, lanes, pack):
     config = toy.BASE.replace(num_layers=3, delay=delay)
     engine = MeshEngine(toy.model(config), make_mesh(lanes), pack=pack)

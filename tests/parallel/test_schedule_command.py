@@ -35,3 +35,13 @@ def test_errors_name_the_fix_in_one_line(arguments, code, message, capsys):
     assert main(["schedule", *arguments]) == code
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_without_the_compiler_the_error_says_what_to_install(capsys, monkeypatch):
+    def missing(*args, **kwargs):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
+    assert main(["schedule", "--target", "h200x8"]) == 1
+    error = capsys.readouterr().err
+    assert "pip install 'laneformer-jax[aot]'" in error and error.count("\n") == 1
