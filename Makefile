@@ -10,7 +10,7 @@ demo: $(VENV)/.core
 	$(BIN)/laneformer generate --echo --temperature 0.5 --top-p 0.9 --seed 2 -n 200 "class Stack:"
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

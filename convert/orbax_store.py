@@ -120,10 +120,8 @@ def _spec(path: Path, promise: Promise) -> ts.Spec:
                 "chunks": promise.chunk,
                 "dtype": _zarr_dtype(promise.item.dtype),
                 "compressor": None,
-                "fill_value": None,
+                "fill_value": None,  # with one, parts that are nothing else would not be written
             },
-            # Otherwise a part of zeros, also negative ones, would not be written.
-            "store_data_equal_to_fill_value": True,
         }
     )
 

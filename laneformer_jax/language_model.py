@@ -26,6 +26,7 @@ from laneformer_jax.generation import (
     capacity_for,
 )
 from laneformer_jax.sampling import Sampling
+from laneformer_jax.schedule import Pack
 from laneformer_jax.text_stream import TextStream
 from laneformer_jax.tokenizer import Tokenizer, load_tokenizer
 
@@ -35,7 +36,13 @@ DEFAULT_NEW_TOKENS = 256
 Prompts = str | Sequence[str | Sequence[int]]
 
 
-def load(path: str | Path | None = None, dtype: str | None = None, mesh: Mesh | None = None) -> "LanguageModel":
+def load(
+    path: str | Path | None = None,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    pack: Pack = "module",
+    sum_dtype: str | None = None,
+) -> "LanguageModel":
     """The language model of a checkpoint folder.
 
     Args:
@@ -43,6 +50,9 @@ def load(path: str | Path | None = None, dtype: str | None = None, mesh: Mesh | 
             them; the embedded default model if None. On a mesh, every device reads its own lanes' bytes alone.
         dtype: "float32", "bfloat16" or "float16" for weights, cache and activations; the config's by default.
         mesh: a mesh with the axes "data" and "lanes" (`parallel.make_mesh`); one device if None.
+        pack: what one sum between devices of the mesh carries, a module's output or a layer's two; the result is the
+            same.
+        sum_dtype: in which sums travel between devices; that of the activations by default.
 
     Raises:
         LaneformerError: the folder is not a Laneformer's, or its files are unusable; the message says what to do.
@@ -59,7 +69,8 @@ def load(path: str | Path | None = None, dtype: str | None = None, mesh: Mesh | 
     else:
         from parallel.engine import MeshEngine, place_on
 
-        engine = MeshEngine(weights.load(config, source, place=place_on(mesh, config), names=names), mesh)
+        placed = weights.load(config, source, place=place_on(mesh, config), names=names)
+        engine = MeshEngine(placed, mesh, pack, sum_dtype)
     return LanguageModel(engine, load_tokenizer(folder), (*config.eos_token_ids, *_generation_eos(folder)))
 
 

@@ -194,7 +194,7 @@ class Laneformer(nnx.Module):
 
     def __init__(self, config: LaneformerConfig, *, dtype: jnp.dtype | None = None, rngs: nnx.Rngs):
         dtype = jnp.dtype(dtype or config.dtype)
-        self.config, self.schedule = config, make_schedule(config)
+        self.config = config
         self.embedding = _normal(rngs, (config.vocab_size, config.hidden_size), 1.0, dtype, (None, None))
         self.blocks = nnx.List(Block(config, i, dtype, rngs) for i in range(config.num_layers))
         self.head = Head(config, dtype, rngs)

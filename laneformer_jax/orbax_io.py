@@ -88,7 +88,7 @@ def _leaf_names(tree: Mapping[str, Any]) -> list[str]:
     leaves = tree.get("tree_metadata")
     if not isinstance(leaves, dict) or not leaves:
         raise LaneformerError(f"{METADATA_FILE} lists no leaves")
-    names = []
+    names: dict[str, None] = {}
     for leaf, fields in leaves.items():
         try:
             keys = [entry["key"] for entry in fields["key_metadata"]]
@@ -97,10 +97,10 @@ def _leaf_names(tree: Mapping[str, Any]) -> list[str]:
             raise LaneformerError(f"{METADATA_FILE} has the unusable leaf {quoted(leaf)}") from error
         if not name or any(not key or key in (".", "..") or set(key) & set("/\\\0") for key in keys):
             raise LaneformerError(f"leaf {quoted(name)} may lie outside the folder: refused")
-        names.append(name)
-    for name in {name for name in names if names.count(name) > 1}:
-        raise LaneformerError(f"two leaves have the name {quoted(name)}")
-    return names
+        if name in names:
+            raise LaneformerError(f"two leaves have the name {quoted(name)}")
+        names[name] = None
+    return list(names)
 
 
 def _spec(path: Path, tree: Mapping[str, Any], name: str) -> ts.Spec:

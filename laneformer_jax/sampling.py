@@ -119,10 +119,10 @@ def choose(
         lanes = ALL_HELD  # a vocabulary that can't be split evenly is whole on every device: nothing to add up
     offset = lanes.offset(held, vocab)
     ids = offset + jnp.arange(held, dtype=jnp.int32)
-    finite = lanes.max(jnp.any(~jnp.isfinite(logits) & (ids < sampleable), axis=1).astype(jnp.int32)) == 0
+    finite = jnp.all(jnp.isfinite(logits) | (ids >= sampleable), axis=1)
     logits = jnp.where(ids < sampleable, logits, -jnp.inf)
     if filters.greedy:
-        return _winner(logits, ids, lanes), finite
+        return _winner(logits, ids, finite, lanes)
     top = lanes.max(jnp.max(logits, axis=1, keepdims=True))
     scaled = (logits - top) / values.temperature
     kept = ids < sampleable
@@ -138,15 +138,23 @@ def choose(
         kept = kept & (scaled >= jnp.log(values.min_p))
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32))(keys)
     noise = jax.lax.dynamic_slice_in_dim(noise, offset, held, axis=1)
-    return _winner(jnp.where(kept, scaled + noise, -jnp.inf), ids, lanes), finite
+    return _winner(jnp.where(kept, scaled + noise, -jnp.inf), ids, finite, lanes)
 
 
-def _winner(scores: Float[Array, "B V"], ids: Int[Array, "V"], lanes: Lanes) -> Int[Array, "B"]:
-    """Id of the largest score, the lowest of equals: each device offers its best, in the order of the vocabulary."""
-    best = jnp.argmax(scores, axis=1)
-    offered = lanes.gather(jnp.max(scores, axis=1)[None], axis=0)
-    offered_ids = lanes.gather(ids[best][None], axis=0)
-    return jnp.take_along_axis(offered_ids, jnp.argmax(offered, axis=0)[None], axis=0)[0]
+def _winner(
+    scores: Float[Array, "B V"], ids: Int[Array, "V"], finite: Bool[Array, "B"], lanes: Lanes
+) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
+    """Id of the largest score, the lowest of equals, and whether no device's logits were at fault.
+
+    Each device offers its best, in the order of the vocabulary: a score, NaN if its logits are not finite, and an id,
+    as the bits of two integers in one exchange.
+    """
+    score = jnp.where(finite, jnp.max(scores, axis=1), jnp.nan)
+    offer = jnp.stack([jax.lax.bitcast_convert_type(score, jnp.int32), ids[jnp.argmax(scores, axis=1)]])
+    offers = lanes.gather(offer[None], axis=0)
+    offered = jax.lax.bitcast_convert_type(offers[:, 0], jnp.float32)
+    best = jnp.argmax(offered, axis=0)
+    return jnp.take_along_axis(offers[:, 1], best[None], axis=0)[0], ~jnp.any(jnp.isnan(offered), axis=0)
 
 
 def _ordered_bits(x: Float[Array, "B V"]) -> Array:

@@ -9,6 +9,7 @@ from laneformer_jax import cli
 from laneformer_jax.config import DTYPES
 from laneformer_jax.errors import UsageError
 from laneformer_jax.generation import Completion
+from laneformer_jax.schedule import PACKS
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +23,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="split the lanes over N devices; on a CPU they are virtual ones (default: one device)",
     )
+    group.add_argument("--pack", choices=PACKS, default="module", help="what one sum between devices carries")
     group = parser.add_argument_group(
         "several processes", "with --devices, the devices of all of them together; only process 0 prints"
     )
@@ -52,7 +54,7 @@ def load_model(args: argparse.Namespace):
         if several:
             distributed.join(*named)
         mesh = make_mesh(args.devices)
-    return load(args.model, dtype=args.dtype, mesh=mesh)
+    return load(args.model, dtype=args.dtype, mesh=mesh, pack=args.pack)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,15 +18,17 @@ from convert.source import find_source
 from laneformer_jax.errors import LaneformerError
 
 EVENTS = ("open", "os.", "shutil.", "fcntl.", "mmap.", "ctypes.dlsym")
+NAMING = ("os.rename", "ctypes.dlsym")
 
 
 def work(job, answer):
-    folder, count = os.path.dirname(job["target"]), 0
+    count = named = 0
 
     def hook(event, args):
-        nonlocal count
-        if event.startswith(EVENTS) and (event.startswith(("fcntl", "mmap", "ctypes")) or folder in str(args)):
+        nonlocal count, named
+        if event.startswith(EVENTS):
             count += 1
+            named = count if event in NAMING else named
             if count == job.get("kill_at"):
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -35,7 +37,8 @@ def work(job, answer):
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_limit"],) * 2)
     try:
         convert(find_source(job["source"], None), Path(job["target"]), job.get("to"), overwrite=True)
-        result = {"operations": count}
+        # The operation that gives the folder its name is the last of its kind.
+        result = {"named": named, "operations": count}
     except LaneformerError as error:
         result = {"error": str(error)}
     os.write(answer, json.dumps(result).encode())

@@ -12,7 +12,6 @@ import folders
 import pytest
 
 ROOT = Path(__file__).parents[2]
-OPERATIONS = 10  # to be killed at, for each situation; half of them the last ones, where the folder gets its name
 SECONDS = [0.3, 0.7]  # of a whole run
 
 
@@ -50,9 +49,10 @@ def situation(request, run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("situation")
     source, before = folders.write(folder / "source"), folder / "before"
     if request.param:
-        other = folders.write(folder / "other", folders.values(dtype="bfloat16"), dtype="bfloat16")
+        other = folders.write(folder / "other", folders.values(dtype="bfloat16"), torch_dtype="bfloat16")
         run(other, before)
     run(source, folder / "after")
+    assert before.exists() == request.param and (folder / "after").exists()
     return source, before, (state(source), state(before), state(folder / "after"))
 
 
@@ -71,13 +71,14 @@ def kill_and_run_again(run, situation, target, **kill):
 
 
 def test_kill_at_any_operation_leaves_the_old_folder_or_the_new_and_the_next_run_works(run, situation, tmp_path):
-    source, before, (_, old, _) = situation
+    source, older, (_, old, _) = situation
     target = tmp_path / "target"
     if old is not None:
-        shutil.copytree(before, target)
-    count = run(source, target)["operations"]
-    spread = [1 + i * count // OPERATIONS for i in range(OPERATIONS // 2)]
-    for kill_at in spread + list(range(count - OPERATIONS // 2 + 1, count + 1)):
+        shutil.copytree(older, target)
+    clean = run(source, target)
+    named, last = clean["named"], clean["operations"]
+    before = [1 + i * named // 6 for i in range(6)]
+    for kill_at in sorted({*before, named, named + 1, (named + last) // 2, last}):
         kill_and_run_again(run, situation, target, kill_at=kill_at)
 
 

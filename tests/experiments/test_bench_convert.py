@@ -12,10 +12,10 @@ SMALL = laneformer_2b().replace(
     vocab_size=4096,
     hidden_size=1024,
     num_layers=6,
-    sliding_layers=(0,),
     intermediate_size=4096,
-    dtype="bfloat16",
     head_dim=32,
+    sliding_layers=(0,),
+    dtype="bfloat16",
 )
 
 

@@ -97,8 +97,8 @@ def test_newer_spelling():
 
 def test_fields_that_may_be_absent():
     optional = """use_comm use_early_comm lm_head_type pre_norm_lane_agg replicated_rmsn_scale tie_word_embeddings
-        sliding_window sliding_window_n_layers unclamped_layers bos_token_id eos_token_id torch_dtype rope_theta norm_eps
-        num_key_value_heads architectures"""
+        sliding_window sliding_window_n_layers unclamped_layers bos_token_id eos_token_id torch_dtype rope_theta
+        norm_eps num_key_value_heads architectures"""
     assert read(optional.split()) == MEANING.replace(
         num_kv_heads=16,
         early_comm=False,
@@ -297,7 +297,7 @@ def test_fields_without_effect_are_ignored():
         ({"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
         ({"swa_layers": [0, 6], "sliding_window_n_layers": None}, r"sliding layers \[0, 6\] are not all within 0..5"),
         ({"swa_layers": 3, "sliding_window_n_layers": None}, "swa_layers must be of type list, got 3"),
-        ({"swa_layers": ["0"], "sliding_window_n_layers": None}, r"swa_layers must list numbers of layers, got \['0'\]"),
+        ({"swa_layers": ["0"], "sliding_window_n_layers": None}, "swa_layers must list numbers of layers"),
         ({"unclamped_layers": 1}, "unclamped_layers must be of type list, got 1"),
         ({"layer_types": ["chunked_attention"] * 6}, "layer_types has 'chunked_attention'"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 6 layers"),

@@ -160,7 +160,8 @@ def test_context_is_filled_to_its_last_token_and_not_beyond():
     with pytest.raises(lf.LaneformerError) as error:
         generate(PROMPTS[7:8], max_new_tokens=CONTEXT - 15)
     assert str(error.value) == (
-        "prompt of 16 tokens and 49 new ones exceed the context of 64: shorten the prompt or ask for at most 48 new tokens"
+        "prompt of 16 tokens and 49 new ones exceed the context of 64:"
+        " shorten the prompt or ask for at most 48 new tokens"
     )
     with pytest.raises(lf.LaneformerError, match="prompt of 70 tokens and 1 new ones .* at most 0 new tokens"):
         toy.language_model().generate([[3] * 70])

@@ -97,10 +97,11 @@ def test_gradients_are_those_of_the_loss():
     # Along the gradient itself the slope is its squared norm.
     squared = sum(float(np.sum(np.square(leaf, dtype=np.float64))) for leaf in jax.tree.leaves(gradient))
     step = 3e-3 / squared**0.5
-    up, down = (
-        float(value_and_grad(jax.tree.map(lambda p, g, size=size: np.float32(p + size * np.asarray(g)), state, gradient))[0])
-        for size in (np.float32(step), np.float32(-step))
-    )
+
+    def moved(size):
+        return jax.tree.map(lambda p, g: np.asarray(p) + np.float32(size) * np.asarray(g), state, gradient)
+
+    up, down = (float(value_and_grad(moved(size))[0]) for size in (step, -step))
     assert abs((up - down) / (2 * step * squared) - 1) < GRADIENT_DIFFERENCE
 
 

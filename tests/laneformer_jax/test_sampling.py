@@ -170,11 +170,11 @@ def test_limits_of_the_filters():
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_row_depends_on_its_own_key_alone(devices):
     logits, sampling = random_logits(), Sampling(**FILTERS["all"])
-    keys = row_keys(list(range(ROWS)), 1)
     run = partial(program(sampling.filters(), devices), values=sampling.values(), sampleable=jnp.int32(VOCAB))
-    together, _ = run(jnp.asarray(logits), keys)
-    alone = [int(run(jnp.asarray(logits[i : i + 1]), row_keys([i], 1))[0][0]) for i in range(0, ROWS, 16)]
-    assert together[::16].tolist() == alone
+    forward, _ = run(jnp.asarray(logits), keys_of(7))
+    backward, _ = run(jnp.asarray(logits[::-1]), keys_of(7)[::-1])
+    assert forward.tolist() == backward[::-1].tolist()
+    assert forward.tolist() != run(jnp.asarray(logits), keys_of(7)[::-1])[0].tolist()
 
 
 def test_sample_i_of_a_seed_does_not_depend_on_how_many_there_are():
