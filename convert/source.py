@@ -5,11 +5,10 @@ import importlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from laneformer_jax.errors import LaneformerError, UsageError
-from laneformer_jax.safetensors_io import INDEX_FILE, SINGLE_FILE
-from laneformer_jax.weights import ORBAX_FOLDER
+from laneformer_jax.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
+from laneformer_jax.weights import ORBAX_FOLDER, TensorSource
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # What goes with the weights, unchanged. Python files are the published modelling code, which is never run from here.
@@ -47,9 +46,9 @@ class Source:
         found = {path for pattern in CARRIED for path in self.folder.glob(pattern) if path.is_file()}
         return sorted(found)
 
-    def files(self, weights: Any) -> list[Path]:
+    def files(self, weights: TensorSource) -> list[Path]:
         """Every file that a conversion of `weights` reads, the carried ones included."""
-        if hasattr(weights, "files"):
+        if isinstance(weights, SafetensorsFolder):
             index = self.folder / INDEX_FILE
             read = [file.path for file in weights.files] + ([index] if index.is_file() else [])
         else:

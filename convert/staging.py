@@ -69,14 +69,14 @@ def building(target: Path, overwrite: bool = False) -> Iterator[Path]:
             _flush(staging)
             if replaced:
                 _exchange(staging, target)
+            else:
+                os.rename(staging, target)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
+        _flush_entry(target.parent)
         if replaced:
             shutil.rmtree(staging)
-        else:
-            os.rename(staging, target)
-        _flush_entry(target.parent)
 
 
 @contextmanager

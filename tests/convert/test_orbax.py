@@ -26,6 +26,7 @@ from parallel.mesh import parameter_spec
 
 CONFIG = folders.CONFIG.replace(num_layers=2)
 DEVICES = [1, 2, 8]
+SPLICES = [b"", b"0", b"9" * 20, b"-1", b"null", b'"', b"[", b"}", b"..", b"/", b"\\u0000", b"\xff", b"true", b" "]
 
 
 @pytest.fixture(scope="module")
@@ -272,6 +273,31 @@ def test_chunks_larger_than_the_array_are_refused(copied):
     file = copied / "orbax" / "embedding" / ".zarray"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chunks": [1 << 40, 64]}))
     assert "leaf embedding has chunks [1099511627776, 64] beyond its shape [64, 64]" in faults(copied)
+
+
+def test_mutated_files_read_as_they_are_or_give_one_line(copied):
+    rng = np.random.default_rng(0)
+    files = sorted(path for path in (copied / "orbax").rglob("*") if path.is_file())
+    described = [path for path in files if path.name in ("_METADATA", ".zarray")]
+    outcomes = {"read": 0, "refused": 0}
+    for i in range(200):
+        file = files[rng.integers(len(files))] if i % 8 == 0 else described[rng.integers(len(described))]
+        data = file.read_bytes()
+        mutated = bytearray(data)
+        start = int(rng.integers(len(data)))
+        mutated[start : start + rng.integers(3)] = SPLICES[rng.integers(len(SPLICES))]
+        file.write_bytes(mutated)
+        try:
+            source, names = weights.open_source(copied, CONFIG)
+            weights.check_names(CONFIG, source, names)
+            for name in names:
+                source.read_slice(name, tuple(slice(0, size) for size in source.entries[name].shape))
+            outcomes["read"] += 1
+        except lf.LaneformerError as error:
+            assert "\n" not in str(error)
+            outcomes["refused"] += 1
+        file.write_bytes(data)
+    assert min(outcomes.values()) > 10
 
 
 def test_folder_with_both_kinds_of_weights_is_refused(copied, converted):

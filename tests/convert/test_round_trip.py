@@ -1,6 +1,7 @@
 """Values, bit for bit or cast, and what lies beside them."""
 
 import hashlib
+import io
 import json
 import struct
 
@@ -8,6 +9,7 @@ import folders
 import ml_dtypes
 import numpy as np
 import pytest
+import tqdm
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -130,6 +132,52 @@ def test_everything_wrong_with_the_source_is_one_line_and_nothing_is_written(tmp
     with pytest.raises(lf.LaneformerError, match="^3 problem.*embeddings.* missing; .*bias is unexp.*; lm_head.*63"):
         run(folders.write(tmp_path / "source", tensors), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def lose_shard(source):
+    (source / "model-1.safetensors").unlink()
+    return "model-1.safetensors"
+
+
+def leave_the_folder(source):
+    index = source / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-1", "../model-1"))
+    return "may lie outside the folder"
+
+
+def cut_shard(source):
+    shard = (source / "model-1.safetensors").resolve()
+    shard.write_bytes(shard.read_bytes()[:-4])
+    return "model-1.safetensors: is cut"
+
+
+def pickle_only(source):
+    (source / "model.safetensors.index.json").rename(source / "pytorch_model.bin")
+    return "pytorch_model.bin"
+
+
+@pytest.mark.parametrize("spoil", [lose_shard, leave_the_folder, cut_shard, pickle_only])
+def test_faulty_files_are_named_before_anything_is_written(tmp_path, spoil):
+    source = folders.write(tmp_path / "hub" / "source", shards=2)
+    fault = spoil(source)
+    with pytest.raises(lf.LaneformerError, match=fault):
+        run(source, tmp_path / "work" / "out")
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("to", ["orbax", "safetensors"])
+def test_progress_counts_every_byte_of_the_result(tmp_path, monkeypatch, to):
+    bars = []
+
+    class Bar(tqdm.tqdm):
+        def __init__(self, **options):
+            super().__init__(**options | {"disable": False, "file": io.StringIO()})
+            bars.append(self)
+
+    monkeypatch.setattr("convert.convert.tqdm", Bar)
+    plan = run(folders.write(tmp_path / "source"), tmp_path / "out", to=to, dtype="bfloat16").plan
+    assert bars[0].n == bars[0].total == plan.nbytes == 2 * weights.parameter_count(folders.CONFIG)
+    assert "B/s" in str(bars[0])
 
 
 def test_manifest_and_the_files_that_go_with_the_weights(tmp_path):
