@@ -114,7 +114,7 @@ def _write_tensors(plan: Plan, folder: Path, reader: Reader) -> None:
     header = {item.target: (item.dtype, item.shape) for item in plan.items}
     with SafetensorsWriter(folder / SINGLE_FILE, header) as writer:
         for item in plan.items:
-            writer.write(item.target, reader.read(item, tuple(slice(0, size) for size in item.shape)))
+            writer.write(item.target, reader.read_whole(item))
 
 
 def _write_others(source: Source, plan: Plan, folder: Path, dtype: str) -> None:

@@ -6,9 +6,9 @@ to any Orbax: Zarr, uncompressed, one chunk file for each lane, so that a device
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,12 @@ from laneformer_jax.errors import LaneformerError
 Read = Callable[[Item, tuple[slice, ...]], np.ndarray]
 
 
+@dataclass(frozen=True)
 class Promise:
     """A leaf whose values are read when Orbax comes to write them."""
 
-    def __init__(self, item: Item, chunk: tuple[int, ...], read: Read):
-        self.item, self.chunk, self.read = item, chunk, read
-
-    def parts(self) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
-        """The tensor, chunk by chunk along its first axis."""
-        whole = tuple(slice(0, size) for size in self.item.shape)
-        for start in range(0, whole[0].stop, self.chunk[0]):
-            index = (slice(start, start + self.chunk[0]), *whole[1:])
-            yield index, self.read(self.item, index)
+    item: Item
+    read: Read
 
 
 class PromiseHandler(type_handlers.NumpyHandler):
@@ -48,21 +42,11 @@ class PromiseHandler(type_handlers.NumpyHandler):
     ) -> Sequence[Any]:
         for promise, info in zip(values, infos, strict=True):
             await info.await_path_creation()
-            store = await ts.open(_spec(Path(info.path), promise), create=True, delete_existing=True)
-            for index, part in promise.parts():
+            store = await ts.open(_spec(Path(info.path), promise.item), create=True, delete_existing=True)
+            for index in promise.item.parts():
+                part = promise.read(promise.item, index)
                 await store[index].write(part, can_reference_source_data_indefinitely=True)
         return []
-
-
-def chunk_shape(item: Item, lanes: int) -> tuple[int, ...]:
-    """Chunks on the disk: whole along every axis but the first of a matrix.
-
-    That one, lanes or vocabulary, is cut into the most parts that also come out even for any number of devices that
-    divides the lanes.
-    """
-    if len(item.shape) < 2:
-        return item.shape
-    return (item.shape[0] // math.gcd(item.shape[0], lanes), *item.shape[1:])
 
 
 def save(plan: Plan, folder: Path, read: Read) -> None:
@@ -82,7 +66,7 @@ def save(plan: Plan, folder: Path, read: Read) -> None:
         node = tree
         for key in parents:
             node = node.setdefault(key, {})
-        node[last] = Promise(item, chunk_shape(item, plan.config.num_lanes), read)
+        node[last] = Promise(item, read)
     registry = type_handlers.create_type_handler_registry((Promise, PromiseHandler()))
     try:
         with _quiet():
@@ -109,16 +93,16 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _spec(path: Path, promise: Promise) -> ts.Spec:
+def _spec(path: Path, item: Item) -> ts.Spec:
     return ts.Spec(
         {
             "driver": "zarr",
             # What is written is flushed to the disk at the end, all at once.
             "kvstore": {"driver": "file", "path": f"{path}/", "file_io_sync": False},
             "metadata": {
-                "shape": promise.item.shape,
-                "chunks": promise.chunk,
-                "dtype": _zarr_dtype(promise.item.dtype),
+                "shape": item.shape,
+                "chunks": item.chunk,
+                "dtype": _zarr_dtype(item.dtype),
                 "compressor": None,
                 "fill_value": None,  # with one, parts that are nothing else would not be written
             },

@@ -23,6 +23,7 @@ class Item:
 
     Attributes:
         axes: for each of the tensor's axes, what it counts where devices may split it (lanes, vocab), else None.
+        chunk: the shape of the parts that are read and written at once.
     """
 
     source: str
@@ -32,6 +33,7 @@ class Item:
     source_dtype: np.dtype
     dtype: np.dtype
     axes: tuple[str | None, ...]
+    chunk: tuple[int, ...]
 
     @property
     def size(self) -> int:
@@ -40,6 +42,11 @@ class Item:
     @property
     def nbytes(self) -> int:
         return self.size * self.dtype.itemsize
+
+    def parts(self) -> Iterator[tuple[slice, ...]]:
+        """Indices of the chunks that make up the tensor, along its first axis."""
+        for start in range(0, self.shape[0], self.chunk[0]):
+            yield slice(start, start + self.chunk[0]), *(slice(0, size) for size in self.shape[1:])
 
     def device_bytes(self, devices: int) -> int:
         """What each of `devices` holds and reads; an axis that does not come out even is whole on each."""
@@ -95,6 +102,17 @@ class Plan:
             yield f"on each of {devices} devices: {share:,} bytes"
 
 
+def chunk_shape(shape: tuple[int, ...], lanes: int) -> tuple[int, ...]:
+    """Chunks that are whole along every axis but the first of a matrix.
+
+    That one, lanes or vocabulary, is cut into the most parts that also come out even for any number of devices that
+    divides the lanes.
+    """
+    if len(shape) < 2:
+        return shape
+    return (shape[0] // math.gcd(shape[0], lanes), *shape[1:])
+
+
 def make_plan(folder: Path, to: str | None = None, dtype: str = "keep") -> Plan:
     """The conversion of a model folder.
 
@@ -126,6 +144,7 @@ def make_plan(folder: Path, to: str | None = None, dtype: str = "keep") -> Plan:
             source_dtype=source.entries[name].dtype,
             dtype=wanted or source.entries[name].dtype,
             axes=tuple(abstract[path].get_metadata("axes")),
+            chunk=chunk_shape(tuple(source.entries[name].shape), config.num_lanes),
         )
         for name, path in names.items()
     )

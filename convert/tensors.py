@@ -52,6 +52,13 @@ class Reader:
         self.progress(cast.nbytes)
         return cast
 
+    def read_whole(self, item: Item) -> np.ndarray:
+        """All values of `item`, read part by part, as storage may need as much memory again for what it reads."""
+        values = np.empty(item.shape, item.dtype)
+        for index in item.parts():
+            values[index] = self.read(item, index)
+        return values
+
     @staticmethod
     def _count(counts: dict[str, int], item: Item, found: int) -> None:
         if found:

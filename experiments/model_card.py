@@ -29,7 +29,7 @@ CARD = """# Laneformer small: the embedded default model
 {parameters:,} parameters in bfloat16: {config.num_layers} layers, {config.num_lanes} lanes, a delay of {delay} layers,
 width {config.hidden_size}, {config.num_heads} heads, FFN {config.intermediate_size}, a vocabulary of
 {config.vocab_size:,} pieces with byte fallback, context {config.max_position_embeddings}; layers
-{config.sliding_layers[0]} to {config.sliding_layers[-1]} see the last {config.sliding_window} tokens. It is there so
+{slides[0]} to {slides[1]} see the last {config.sliding_window} tokens. It is there so
 that the whole path, from a checkpoint folder to generated text, can be tried and tested without a download. It writes
 things that look like Python and mean nothing. It is no coding assistant, and it has no chat template.
 
@@ -78,6 +78,7 @@ def write_card(folder: Path) -> None:
     card = CARD.format(
         config=lm.config,
         delay=lm.config.delay // 2,
+        slides=(lm.config.sliding_layers[0], lm.config.sliding_layers[-1]),
         minutes=facts["seconds"] / 60,
         samples=samples,
         **{**facts, "settings": SETTINGS},

@@ -57,20 +57,21 @@ def test_batch_of_different_lengths_equals_the_uncached_forward_and_each_row_alo
 
 
 def test_three_prompts_of_one_bucket_compile_once(caplog):
-    config = toy.BASE.replace(num_layers=1)
+    config = toy.BASE.replace(num_layers=1, max_position_embeddings=256)
     lm = LanguageModel(Engine(toy.model(config)), None, ())
 
-    def compiled(**options):
+    def compiled(max_new_tokens=52, **options):
+        """Of 3, 9 and 16 tokens: with what is asked for, more and less than 64."""
         caplog.clear()
         with jax.log_compiles(), caplog.at_level(logging.WARNING):
             for prompt in (PROMPTS[1], PROMPTS[4], PROMPTS[7]):
-                generate([prompt], lm, **options)
+                generate([prompt], lm, max_new_tokens, **options)
         return [record.getMessage() for record in caplog.records if "Finished XLA compilation" in record.getMessage()]
 
     assert sum("jit(start)" in message for message in compiled()) == 1
     assert sorted(name for name, *_ in lm.engine.programs) == ["cache", "start"]
     lm.eos = (0, 1, 2)
-    assert compiled(seed=9) == compiled(max_new_tokens=NEW + 8) == []
+    assert compiled(seed=9) == compiled(max_new_tokens=100) == []
     assert len(lm.engine.programs) == 2
 
 
@@ -154,6 +155,18 @@ def test_later_turn_after_an_end_of_sequence_token():
     assert_greedy_by_the_uncached_forward([prompt], [more])
 
 
+def test_later_turn_of_rows_that_ended_at_different_times():
+    lm = ending_with(answers()[0][3])
+    session = lf.Session(lm.engine, rows=8)
+    first = generate(PROMPTS, lm, session=session, max_new_tokens=20)
+    assert len({len(ids) for ids in first}) > 2
+    prompts = [
+        prompt + ids + [lm.eos[0], 3 + row] for row, (prompt, ids) in enumerate(zip(PROMPTS, first, strict=True))
+    ]
+    more = generate(prompts, toy.language_model(), session=session, max_new_tokens=20)
+    assert_greedy_by_the_uncached_forward(prompts, more)
+
+
 def test_context_is_filled_to_its_last_token_and_not_beyond():
     (ids,) = generate(PROMPTS[7:8], max_new_tokens=CONTEXT - 16)
     assert_greedy_by_the_uncached_forward(PROMPTS[7:8], [ids])
@@ -216,23 +229,26 @@ def test_samples_share_one_prefill_and_equal_separate_runs(monkeypatch):
         return prefill(model, lanes, chunk, prompts, *rest)
 
     monkeypatch.setattr(decode, "prefill", prefill)
-    (samples,) = lm.generate(PROMPTS[4:5], max_new_tokens=NEW, seed=7, num_samples=3, **SAMPLED)
-    assert rows == [(1, 16)]
-    assert len({tuple(sample.token_ids) for sample in samples}) == 3
-    assert [samples[0].token_ids] == generate(lm=lm, seed=7, **SAMPLED)
-    for key, sample in zip(row_keys([7], 3), samples, strict=True):
-        assert sample.token_ids == run_with(lm.engine, key, sampleable=lm.tokenizer.size)
+    groups = lm.generate(PROMPTS[3:5], max_new_tokens=NEW, seed=[8, 7], num_samples=3, **SAMPLED)
+    assert rows == [(2, 16)]
+    for prompt, seed, samples in zip(PROMPTS[3:5], [8, 7], groups, strict=True):
+        assert len({tuple(sample.token_ids) for sample in samples}) == 3
+        assert [samples[0].token_ids] == generate([prompt], lm, seed=seed, **SAMPLED)
+        for key, sample in zip(row_keys([seed], 3), samples, strict=True):
+            assert sample.token_ids == run_with(lm.engine, prompt, key, sampleable=lm.tokenizer.size)
+    # One text gives one list; a second row fills up the program's batch.
+    monkeypatch.setattr(lm.engine, "row_multiple", 2)
     text = lm.tokenizer.decode(PROMPTS[4])
-    from_text = lm.generate(text, max_new_tokens=NEW, seed=7, num_samples=3, **SAMPLED)
-    assert [type(sample) for sample in from_text] == [lf.Completion] * 3
+    monkeypatch.setattr(lm, "_tokens", {text: PROMPTS[4]}.get)
+    assert lm.generate(text, max_new_tokens=NEW, seed=7, num_samples=3, **SAMPLED) == groups[1]
 
 
-def run_with(engine, key, sampleable):
+def run_with(engine, prompt, key, sampleable):
     shape = decode.Shape(CONTEXT, 16, 1, Sampling(**SAMPLED).filters())
-    prompt = jnp.array([PROMPTS[4] + [0] * 7], jnp.int32)
+    padded = jnp.array([prompt + [0] * (16 - len(prompt))], jnp.int32)
     choice = decode.Choice(key[None], Sampling(**SAMPLED).values(), jnp.int32(sampleable), jnp.full(4, -1, jnp.int32))
-    lengths, limit = jnp.array([9], jnp.int32), jnp.int32(NEW)
-    progress = engine.start(shape, prompt, lengths, engine.init_cache(1, CONTEXT), choice, limit)
+    lengths, limit = jnp.array([len(prompt)], jnp.int32), jnp.int32(NEW)
+    progress = engine.start(shape, padded, lengths, engine.init_cache(1, CONTEXT), choice, limit)
     return progress.tokens[0, :NEW].tolist()
 
 
