@@ -13,6 +13,8 @@ from laneformer_jax.errors import LaneformerError
 HeadKind = Literal["replicate", "lane", "vocab_parallel"]
 DTYPES = ("float32", "bfloat16", "float16")
 MODEL_TYPES = ("laneformer", "laneformer_tp")
+# A config comes from strangers: what lies beyond these would only fill the memory or never end.
+LARGEST, MAX_LAYERS = 2**63, 1000
 
 # Fields of related architectures that would change the result, with the values under which they do not.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -39,7 +41,7 @@ class RopeScaling:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if not isinstance(value, int | float) or not math.isfinite(value):
+            if not isinstance(value, int | float) or not abs(value) < LARGEST:
                 raise LaneformerError(f"rope_scaling: {name} must be a number, got {value!r}")
         if self.factor < 1 or not 0 < self.low_freq_factor < self.high_freq_factor:
             raise LaneformerError(
@@ -121,7 +123,7 @@ class LaneformerConfig:
         """
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise LaneformerError(f"{path}: not readable as JSON ({error})") from error
         if not isinstance(fields, dict):
             raise LaneformerError(f"{path}: must hold a JSON object")
@@ -226,6 +228,8 @@ class _Reader:
             if name in self.fields and self.fields[name] not in neutral:
                 raise LaneformerError(f"{name} = {self.fields[name]!r} is not supported: it would change the result")
         layers = self.one_of("num_hidden_layers", kind=int)
+        if layers > MAX_LAYERS:
+            raise LaneformerError(f"num_hidden_layers must be at most {MAX_LAYERS}, got {layers}")
         theta, scaling = self.rope()
         window = self.one_of("sliding_window", kind=int, default=None)
         return LaneformerConfig(
@@ -264,7 +268,7 @@ class _Reader:
                 raise LaneformerError(f"{names[0]} is missing")
             return default
         for name, value in found.items():
-            whole = isinstance(value, int) and not isinstance(value, bool)
+            whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
             if not (whole if kind is int else isinstance(value, kind) or (kind is float and whole)):
                 raise LaneformerError(f"{name} must be of type {kind.__name__}, got {value!r}")
         values = list(found.values())
@@ -298,7 +302,7 @@ class _Reader:
         spellings = {}
         if self.fields.get("sliding_window_n_layers") is not None:
             n = self.one_of("sliding_window_n_layers", kind=int)
-            chosen = set(range(n) if n >= 0 else range(layers + n, layers)) & set(range(layers))
+            chosen = {i for i in range(layers) if (i < n if n >= 0 else i >= layers + n)}
             spellings["sliding_window_n_layers"] = chosen - self.layers("unclamped_layers")
         if self.fields.get("swa_layers") is not None:
             spellings["swa_layers"] = self.layers("swa_layers")
