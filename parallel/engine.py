@@ -78,6 +78,8 @@ class MeshEngine(Engine):
 
     def _compile(self, kind: str, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         inputs, outputs = specs.PROGRAMS[kind]
+        if kind == "logits" and self.config.vocab_size % self.mesh.shape[specs.LANES]:
+            outputs = specs.ROWS  # a vocabulary that cannot be split evenly is whole on every device
         on_mesh = jax.shard_map(
             partial(function, lanes=self.lanes),
             mesh=self.mesh,

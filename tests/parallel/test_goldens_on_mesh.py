@@ -5,6 +5,7 @@ from functools import cache
 import goldens
 import numpy as np
 import pytest
+import toy
 from tolerances import LOGITS_FLOAT32
 
 from laneformer_jax.config import LaneformerConfig
@@ -65,3 +66,12 @@ def test_greedy_decode_through_the_cache(name, data, lanes, pack):
         expected.input_ids.tolist(), max_new_tokens=goldens.NEW_TOKENS
     )
     assert [c.token_ids for c in completions] == expected.greedy[:, goldens.PROMPT_TOKENS :].tolist()
+
+
+@pytest.mark.parametrize("changes", [{"vocab_size": 67}, {"tie_embeddings": True}])
+def test_a_vocabulary_that_cannot_be_split_and_a_shared_one(changes):
+    config = toy.BASE.replace(**changes)
+    ids = toy.ids(config)
+    found = np.asarray(toy.language_model(config, lanes=8).logits(ids))
+    assert found.shape == (*ids.shape, config.vocab_size)
+    assert np.abs(found - toy.logits(config)).max() < LOGITS_FLOAT32
