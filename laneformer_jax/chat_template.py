@@ -37,9 +37,12 @@ def read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The folder's `chat_template.jinja`, else `chat_template` of its tokenizer_config.json (of several, "default")."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise LaneformerError(f"{file} isn't UTF-8 text ({error}); download it again.") from error
     template = config.get("chat_template")
-    if isinstance(template, list):
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
         template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
     if template is not None and not isinstance(template, str):
         raise LaneformerError(f"{folder / 'tokenizer_config.json'}: chat_template is neither text nor a list of them.")
@@ -76,7 +79,8 @@ class ChatTemplate:
             LaneformerError: a message isn't a mapping of strings with a role, or the template fails or refuses.
         """
         for message in messages:
-            if "role" not in message or not all(isinstance(value, str) for value in message.values()):
+            texts = message.values() if isinstance(message, Mapping) and "role" in message else [None]
+            if not all(isinstance(text, str) for text in texts):
                 raise LaneformerError(f"A chat message needs a role and content, all of them text; got {message!r}.")
         edges = {edge for token in self._control for edge in (token.spelling[0], token.spelling[-1])}
         edges = sorted(edge for edge in edges if not edge.isspace())

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import os
 import re
 import signal
@@ -32,7 +33,18 @@ SUMMARY = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb; returns the exit code: 0, 1 for a failure, 2 for wrong usage."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8")  # as prompt files are, whatever the locale
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        _let_go_of_output()
+
+
+def _main(argv: list[str]) -> int:
     verb = next((word for word in argv if word in VERBS), None)
     parser = argparse.ArgumentParser(
         prog="laneformer",
@@ -56,24 +68,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     assert module is not None
     try:
-        return _run(module, args)
+        code = module.run(args) or 0
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        return 0  # the reader of a pipe has seen enough
     except UsageError as error:
         print(f"laneformer {verb}: {_one_line(error)}", file=sys.stderr)
         return 2
     except (LaneformerError, OSError) as error:
         print(f"laneformer {verb}: {_one_line(error)}", file=sys.stderr)
         return 1
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        advice = "fewer samples or new tokens, --dtype bfloat16 or more --devices need less"
+        print(f"laneformer {verb}: out of memory: {advice} ({_one_line(error)[:200]})", file=sys.stderr)
+        return 1
 
 
-def _run(module: ModuleType, args: argparse.Namespace) -> int:
+def _let_go_of_output() -> None:
+    """What the reader or the disk refuses is dropped, or else Python would try once more when it ends."""
+    output = sys.stdout
+    if output is None:
+        return
     try:
-        return module.run(args) or 0
-    except BrokenPipeError:
-        # The reader of a pipe has left; nothing may be written at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        output.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
 
 
 def _import(verb: str) -> ModuleType:
@@ -92,12 +115,18 @@ def _one_line(error: Exception) -> str:
 
 
 def keep_compilations() -> None:
-    """Keeps compiled programs in the user's cache folder, so that the next run starts at once."""
+    """Keeps compiled programs in the user's cache folder, if there is one, so that the next run starts at once."""
     import jax
 
-    if not jax.config.values["jax_compilation_cache_dir"]:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(base / "laneformer-jax" / "compilations"))
+    if jax.config.values["jax_compilation_cache_dir"]:
+        return
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer-jax" / "compilations"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # not to be written, or nobody's home
+        return
+    if os.access(folder, os.W_OK):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 

@@ -87,7 +87,11 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Token prompts and how to continue them; `seeds` has one for each prompt."""
+    """Token prompts and how to continue them; `seeds` has one for each prompt.
+
+    Raises:
+        UsageError: a number of tokens, samples or a seed is none.
+    """
 
     prompts: list[list[int]]
     max_new_tokens: int
@@ -96,6 +100,22 @@ class Request:
     num_samples: int = 1
     eos: tuple[int, ...] = ()
     sampleable: int | None = None
+
+    def __post_init__(self):
+        for name in ("max_new_tokens", "num_samples"):
+            value = getattr(self, name)
+            if not isinstance(value, Integral):
+                raise UsageError(f"{name} must be a whole number, got {value!r}")
+            object.__setattr__(self, name, int(value))  # NumPy's integers lack methods of Python's
+        if self.max_new_tokens < 1 or self.num_samples < 1:
+            raise UsageError(
+                f"max_new_tokens and num_samples must be at least 1, got {self.max_new_tokens}, {self.num_samples}"
+            )
+        for seed in self.seeds:
+            if not (isinstance(seed, Integral) and 0 <= seed < 2**32):
+                raise UsageError(f"a seed must be a whole number from 0 to {2**32 - 1}, got {seed!r}")
+        if len(self.seeds) != len(self.prompts):
+            raise UsageError(f"{len(self.seeds)} seeds for {len(self.prompts)} prompts: give one, or one for each")
 
 
 @dataclasses.dataclass
@@ -113,9 +133,14 @@ class Session:
         engine: that runs the programs.
         rows: prompts per generation.
         capacity: tokens of each row, a turn's answer included; the model's context by default.
+
+    Raises:
+        UsageError: rows or capacity are not positive whole numbers.
     """
 
     def __init__(self, engine: Engine, rows: int = 1, capacity: int | None = None):
+        if not all(isinstance(size, int) and size > 0 for size in (rows, 1 if capacity is None else capacity)):
+            raise UsageError(f"a session needs at least one row and one token, got {rows!r} and {capacity!r}")
         self.engine, self.rows = engine, rows
         context = engine.config.max_position_embeddings
         self.capacity = min(capacity or context, context)
@@ -216,16 +241,8 @@ def check_request(config: LaneformerConfig, request: Request, context: int) -> N
     """Refuses what cannot be generated, with the numbers.
 
     Raises:
-        LaneformerError: an empty prompt, an id outside the vocabulary, a seed that is not one, or more tokens than
-            `context` holds.
+        LaneformerError: an empty prompt, an id outside the vocabulary, or more tokens than `context` holds.
     """
-    if request.max_new_tokens < 1 or request.num_samples < 1:
-        raise LaneformerError(
-            f"max_new_tokens and num_samples must be at least 1, got {request.max_new_tokens}, {request.num_samples}"
-        )
-    for seed in request.seeds:
-        if not (isinstance(seed, Integral) and 0 <= seed < 2**32):
-            raise UsageError(f"a seed must be a whole number from 0 to {2**32 - 1}, got {seed!r}")
     for prompt in request.prompts:
         if not prompt:
             raise LaneformerError("the prompt is empty: give at least one token")

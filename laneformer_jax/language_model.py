@@ -2,7 +2,8 @@
 
 import json
 import operator
-from collections.abc import Generator, Sequence
+import reprlib
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +72,20 @@ def load(
 
         placed = weights.load(config, source, place=place_on(mesh, config), names=names)
         engine = MeshEngine(placed, mesh, pack, sum_dtype)
-    return LanguageModel(engine, load_tokenizer(folder), (*config.eos_token_ids, *_generation_eos(folder)))
+    return LanguageModel(engine, load_tokenizer(folder), (*config.eos_token_ids, *_generation_eos(folder, config)))
 
 
-def _generation_eos(folder: Path) -> tuple[int, ...]:
+def _generation_eos(folder: Path, config: LaneformerConfig) -> tuple[int, ...]:
     file = folder / "generation_config.json"
     if not file.is_file():
         return ()
     try:
-        return token_ids(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"), "eos_token_id")
-    except (OSError, ValueError, AttributeError) as error:
+        ids = token_ids(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"), "eos_token_id")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise LaneformerError(f"{file}: unusable ({error})") from error
+    if any(token not in range(config.vocab_size) for token in ids):
+        raise LaneformerError(f"{file}: eos_token_id {list(ids)} goes outside the vocabulary of {config.vocab_size}")
+    return ids
 
 
 class LanguageModel:
@@ -157,27 +161,28 @@ class LanguageModel:
         """
         single = isinstance(prompts, str)
         token_prompts = self._token_prompts(prompts)
-        stops = [stop] if isinstance(stop, str) else list(stop or ())
+        stops = _stop_strings(stop)
         if (stops or stream) and self.tokenizer is None:
             raise UsageError("stop strings and streaming need a tokenizer, which this model folder lacks")
-        if any(not s for s in stops):
-            raise UsageError("a stop string must not be empty")
-        if stream and len(token_prompts) * num_samples != 1:
-            raise UsageError("stream takes one prompt and one sample")
+        if session is not None and not (isinstance(session, Session) and session.engine is self.engine):
+            raise UsageError("the session is none of this model: make it as Session(lm.engine)")
+        context = self.config.max_position_embeddings if session is None else session.capacity
         request = Request(
             prompts=token_prompts,
-            max_new_tokens=self._limit(token_prompts) if max_new_tokens is None else max_new_tokens,
+            max_new_tokens=_limit(token_prompts, context) if max_new_tokens is None else max_new_tokens,
             sampling=Sampling(temperature, top_k, top_p, min_p),
-            seeds=list(seed) if isinstance(seed, Sequence) else [seed] * len(token_prompts),
+            seeds=list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed] * len(token_prompts),
             num_samples=num_samples,
             eos=self.eos,
             sampleable=None if self.tokenizer is None else self.tokenizer.size,
         )
-        if len(request.seeds) != len(token_prompts):
-            raise UsageError(f"{len(request.seeds)} seeds for {len(token_prompts)} prompts: give one, or one for each")
+        if stream and len(token_prompts) * request.num_samples != 1:
+            raise UsageError("stream takes one prompt and one sample")
         session = session or Session(self.engine, len(token_prompts), capacity_for(self.config, request))
         session.check(request)
-        writers = [_Writer(self.tokenizer, prompt, stops) for prompt in token_prompts for _ in range(num_samples)]
+        writers = [
+            _Writer(self.tokenizer, prompt, stops) for prompt in token_prompts for _ in range(request.num_samples)
+        ]
         if stream:
             return self._stream(session, request, writers[0])
         clock = Clock()
@@ -208,7 +213,7 @@ class LanguageModel:
         return writer.completion(clock.timing())
 
     def _token_prompts(self, prompts: Prompts) -> list[list[int]]:
-        items = [prompts] if isinstance(prompts, str) else list(prompts)
+        items = [prompts] if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable) else list(prompts)
         if not items:
             raise UsageError("no prompts given")
         return [self._tokens(item) for item in items]
@@ -216,18 +221,29 @@ class LanguageModel:
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
             try:
+                if isinstance(prompt, bytes):
+                    raise TypeError("bytes are neither text nor token ids")
                 return [operator.index(token) for token in prompt]
             except TypeError as error:
-                raise UsageError(f"a prompt must be a text or a list of token ids, got {prompt!r}") from error
+                shown = reprlib.repr(prompt)
+                raise UsageError(f"a prompt must be a text or a list of token ids, got {shown}") from error
         if self.tokenizer is None:
             raise LaneformerError("this model folder has no tokenizer: give the prompt as token ids")
         if not prompt:
             raise LaneformerError("the prompt is empty: give at least one character")
         return self.tokenizer.encode(prompt)
 
-    def _limit(self, prompts: list[list[int]]) -> int:
-        """At least one, so that a prompt which fills the context is refused with the numbers."""
-        return max(1, min(DEFAULT_NEW_TOKENS, self.config.max_position_embeddings - max(map(len, prompts))))
+
+def _stop_strings(stop: str | Iterable[str] | None) -> list[str]:
+    stops = [stop] if isinstance(stop, str) or not isinstance(stop, Iterable | None) else list(stop or ())
+    if not all(isinstance(string, str) and string for string in stops):
+        raise UsageError(f"a stop string must not be empty nor anything but text, got {stops!r}")
+    return stops
+
+
+def _limit(prompts: list[list[int]], context: int) -> int:
+    """At least one, so that a prompt which fills the context is refused with the numbers."""
+    return max(1, min(DEFAULT_NEW_TOKENS, context - max(map(len, prompts))))
 
 
 class _Writer:

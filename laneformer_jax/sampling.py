@@ -7,6 +7,7 @@ alone, so that a row gives the same tokens by itself, in a batch and on a mesh.
 import dataclasses
 import math
 from collections.abc import Callable
+from numbers import Integral, Real
 
 import jax
 import jax.numpy as jnp
@@ -36,14 +37,14 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self):
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UsageError(f"temperature must be 0 or a positive number, got {self.temperature}")
-        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
-            raise UsageError(f"top_k must be a whole number of at least 1, got {self.top_k}")
+        if not (isinstance(self.temperature, Real) and 0 <= self.temperature < math.inf):
+            raise UsageError(f"temperature must be 0 or a positive number, got {self.temperature!r}")
+        if self.top_k is not None and not (isinstance(self.top_k, Integral) and self.top_k >= 1):
+            raise UsageError(f"top_k must be a whole number of at least 1, got {self.top_k!r}")
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise UsageError(f"{name} must lie between 0 and 1, got {value}")
+            if value is not None and not (isinstance(value, Real) and 0 <= float(value) <= 1):
+                raise UsageError(f"{name} must lie between 0 and 1, got {value!r}")
 
     def filters(self) -> "Filters":
         """Which filters are compiled in."""

@@ -25,6 +25,8 @@ from laneformer_jax.errors import LaneformerError
 
 # No vocabulary has a piece with this character (the last of Unicode's private use), so nothing merges with it.
 GUARD = "\U0010fffd"
+# Files come from strangers: ids beyond this would only fill the memory.
+MAX_IDS = 2**24
 
 
 class Vocabulary(Protocol):
@@ -98,7 +100,7 @@ class Tokenizer:
         self._control_ids = frozenset(ids.values())
         spellings = "|".join(re.escape(spelling) for spelling in ids)
         self._spelling_ahead = re.compile(f"(?={spellings})" if spellings else "(?!)")
-        self._space_at_start = vocabulary.pieces[vocabulary.encode("a")[0]].startswith(b" ")
+        self._space_at_start = any(vocabulary.pieces[t].startswith(b" ") for t in vocabulary.encode("a")[:1])
         self._space_after_control = space_after_control and self._space_at_start
         self._guard = vocabulary.encode(GUARD)
 
@@ -230,6 +232,9 @@ def _control_tokens(
     """The control tokens among the entries of the tables (flags by id), and those that are named special."""
     ids = {spelling: vocabulary.id_of(spelling) for spelling in special - {e["content"] for e in entries.values()}}
     entries = {**entries, **{token: {"content": spelling} for spelling, token in ids.items() if token is not None}}
+    for token, entry in entries.items():
+        if not (0 <= token < MAX_IDS and isinstance(entry["content"], str)):
+            raise ValueError(f"id {token} is given to {entry['content']!r}")
     tokens = [
         ControlToken(
             id=token,
@@ -278,7 +283,9 @@ class _TokenizersJson:
             raise LaneformerError(
                 f"{path} needs the tokenizers package: pip install 'laneformer-jax[tokenizers]'."
             ) from error
-        model = spec.get("model") or {}
+        model = spec.get("model")
+        if not isinstance(model, dict):
+            model = {"type": type(model).__name__}
         if model.get("type", "BPE") != "BPE":
             raise LaneformerError(f"{path}: a vocabulary of type {model['type']} isn't supported, only BPE is.")
         try:
@@ -295,7 +302,10 @@ class _TokenizersJson:
             raise LaneformerError(f"{path} can't be read as a tokenizer: {error}") from error
         as_bytes = _byte_level_bytes if '"ByteLevel"' in json.dumps(spec.get("decoder")) else _piece_bytes
         vocabulary = self._library.get_vocab()
-        self.pieces = [b""] * (1 + max(vocabulary.values()))
+        size = 1 + max(vocabulary.values(), default=-1)
+        if not 0 < size <= MAX_IDS:
+            raise LaneformerError(f"{path}: a vocabulary of {size} ids isn't supported, only 1 to {MAX_IDS} are.")
+        self.pieces = [b""] * size
         for spelling, token in vocabulary.items():
             self.pieces[token] = as_bytes(spelling)
         self.control: dict[int, str] = {}
@@ -340,7 +350,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LaneformerError(f"{file} isn't valid JSON ({error}); download it again.") from error
     if not isinstance(value, dict):
         raise LaneformerError(f"{file}: expected a JSON object, found a {type(value).__name__}.")

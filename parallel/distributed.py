@@ -1,11 +1,12 @@
 """Several processes as one mesh: over hosts, or over groups of one host's devices."""
 
 import os
+import re
 import sys
 
 import jax
 
-from laneformer_jax.errors import LaneformerError
+from laneformer_jax.errors import LaneformerError, UsageError
 
 HEARTBEAT_S = 10  # silence after which a process counts as dead and all others end
 JOIN_S = 60
@@ -24,7 +25,11 @@ def join(coordinator: str | None = None, processes: int | None = None, process: 
 
     Raises:
         LaneformerError: they did not find each other within `JOIN_S` seconds, or nothing says who they are.
+        UsageError: `coordinator` is no host and port.
     """
+    port = re.fullmatch(r".+:(\d{1,5})", "localhost:0" if coordinator is None else coordinator)
+    if port is None or int(port[1]) >= 2**16:
+        raise UsageError(f"--coordinator must be HOST:PORT with a port below {2**16}, got {coordinator!r}")
     try:
         jax.distributed.initialize(
             coordinator, processes, process, heartbeat_timeout_seconds=HEARTBEAT_S, initialization_timeout=JOIN_S

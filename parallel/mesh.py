@@ -40,9 +40,12 @@ def make_mesh(lanes: int, data: int = 1, devices: Sequence[Any] | None = None) -
 
     Raises:
         LaneformerError: there are not that many devices; says how many there are and how to get more.
+        UsageError: `data` or `lanes` is no positive whole number.
     """
     devices = jax.devices() if devices is None else devices
-    if data < 1 or lanes < 1 or data * lanes > len(devices):
+    if not all(isinstance(size, int) and size > 0 for size in (data, lanes)):
+        raise UsageError(f"a mesh takes whole numbers of at least 1, got {data!r} x {lanes!r} devices")
+    if data * lanes > len(devices):
         raise LaneformerError(
             f"{data} x {lanes} devices asked for, {len(devices)} {devices[0].platform} device(s) here: on a CPU start "
             f"with XLA_FLAGS=--xla_force_host_platform_device_count={data * lanes} set before JAX is first used "
@@ -55,8 +58,9 @@ def check_mesh(mesh: Mesh, config: LaneformerConfig) -> None:
     """Raises:
     LaneformerError: the mesh has other axes, or its lanes axis does not divide the model's lanes.
     """
-    if mesh.axis_names != (DATA, LANES):
-        raise LaneformerError(f"the mesh must have the axes {(DATA, LANES)}, got {mesh.axis_names}")
+    if not isinstance(mesh, Mesh) or mesh.axis_names != (DATA, LANES):
+        got = mesh.axis_names if isinstance(mesh, Mesh) else repr(mesh)
+        raise LaneformerError(f"the mesh must have the axes {(DATA, LANES)}, as parallel.make_mesh gives, got {got}")
     if config.num_lanes % mesh.shape[LANES]:
         raise LaneformerError(f"{mesh.shape[LANES]} devices do not divide the model's {config.num_lanes} lanes")
 

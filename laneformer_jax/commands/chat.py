@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from laneformer_jax.commands import options
-from laneformer_jax.errors import LaneformerError
+from laneformer_jax.errors import LaneformerError, UsageError
 
 HELP = """Talk with an instruction-tuned model. Every line is a message; the history is kept and only what is new runs
 through the model.
@@ -36,13 +36,15 @@ def run(args: argparse.Namespace) -> None:
 
     opening = [{"role": "system", "content": args.system}] if args.system else []
     history, session = list(opening), Session(lm.engine)
-    for message in _messages(interactive=sys.stdin.isatty() and not args.json):
+    for message in _messages(interactive=options.standard_input().isatty() and not args.json):
         if message == "/reset":
             history, session = list(opening), Session(lm.engine)
             continue
         turn = [*history, {"role": "user", "content": message}]
         try:
             answer = _answer(lm, turn, session, args)
+        except UsageError:
+            raise  # no message would fare better
         except LaneformerError as error:
             print(f"{error} (/reset forgets the history)", file=sys.stderr)
             continue
@@ -55,6 +57,8 @@ def _messages(interactive: bool) -> Iterator[str]:
             line = input("> " if interactive else "").strip()
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            raise LaneformerError(f"a message is not UTF-8 text ({error})") from error
         if line == "/exit":
             return
         if line:

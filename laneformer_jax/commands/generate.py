@@ -76,6 +76,11 @@ def _prompt(args: argparse.Namespace) -> str | list[int]:
     if args.prompt is not None:
         return args.prompt
     try:
-        return sys.stdin.read() if args.prompt_file is None else args.prompt_file.read_text(encoding="utf-8")
+        if args.prompt_file is not None:
+            return args.prompt_file.read_text(encoding="utf-8-sig")
+        source = options.standard_input()
+        if source.isatty():
+            print("(reading the prompt from the terminal: end it with Ctrl-D)", file=sys.stderr)
+        return source.read()
     except UnicodeDecodeError as error:
         raise LaneformerError(f"the prompt is not UTF-8 text ({error})") from error

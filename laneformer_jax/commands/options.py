@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, TextIO
 
 from laneformer_jax import cli
 from laneformer_jax.config import DTYPES
@@ -43,6 +43,11 @@ def load_model(args: argparse.Namespace):
         raise UsageError("several processes need --devices, the number of devices of all of them together")
     if any(value is not None for value in named) and None in named:
         raise UsageError("--coordinator, --processes and --process go together")
+    if args.processes is not None and not (0 <= args.process < args.processes and args.devices % args.processes == 0):
+        raise UsageError(
+            "--process counts from 0 to --processes - 1, and --processes divides --devices: got --process "
+            f"{args.process}, --processes {args.processes}, --devices {args.devices}"
+        )
     cli.use_devices(args.devices // (args.processes or 1) if args.devices else None)
     cli.keep_compilations()
     from laneformer_jax.language_model import load
@@ -73,6 +78,17 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `LanguageModel.generate` that `add_sampling_arguments` reads."""
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
     return {name: getattr(args, name) for name in names}
+
+
+def standard_input() -> TextIO:
+    """The standard input.
+
+    Raises:
+        UsageError: it is closed.
+    """
+    if sys.stdin is None:
+        raise UsageError("there is nothing to read: the standard input is closed")
+    return sys.stdin
 
 
 def follow(pieces: Generator[str, None, Completion], show: Callable[[str], None]) -> Completion:

@@ -176,7 +176,7 @@ def test_failures_are_one_line():
     assert "unsafe" in failure("{{ messages.append(1) }}")
 
 
-@pytest.mark.parametrize("message", [{"content": "no role"}, {"role": "user", "content": None}, {"role": 1}])
+@pytest.mark.parametrize("message", [{"content": "no role"}, {"role": "user", "content": None}, {"role": 1}, 5])
 def test_messages_are_text(message):
     assert "needs a role and content" in failure("{{ messages }}", [message])
 
@@ -189,6 +189,11 @@ def test_where_templates_come_from(tmp_path):
     assert load(tmp_path / "text", "plain").chat_template == "file"
     with pytest.raises(LaneformerError, match="chat_template is neither text nor a list"):
         load(tmp_path / "number", 3)
+    with pytest.raises(LaneformerError, match="chat_template is neither text nor a list"):
+        load(tmp_path / "numbers", [3])
+    (tmp_path / "text" / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(LaneformerError, match="chat_template.jinja isn't UTF-8 text"):
+        load(tmp_path / "text", "plain")
     for template in (None, several[:1]):
         tokenizer = load(tmp_path / "none", template)
         assert tokenizer.chat_template is None

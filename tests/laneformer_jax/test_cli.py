@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import signal
 
 import goldens
 import jax
@@ -70,6 +71,8 @@ def test_the_prompt_comes_from_a_file_or_from_stdin(lm, capsys, tmp_path, monkey
     _, direct, _ = run(capsys, "generate", "bad", "-n", "4")
     (tmp_path / "prompt.txt").write_text("bad")
     assert run(capsys, "generate", "--prompt-file", str(tmp_path / "prompt.txt"), "-n", "4")[1] == direct
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfbad")  # as Windows marks UTF-8
+    assert run(capsys, "generate", "--prompt-file", str(tmp_path / "prompt.txt"), "-n", "4")[1] == direct
     monkeypatch.setattr("sys.stdin", io.StringIO("bad"))
     assert run(capsys, "generate", "-n", "4")[1] == direct
 
@@ -96,6 +99,21 @@ def test_a_chat_beyond_the_context_goes_on_after_reset(lm, capsys, monkeypatch):
     assert "exceed the context of 64" in err and "/reset" in err
 
 
+def test_a_chat_that_no_message_can_mend_ends(lm, capsys, monkeypatch):
+    lm.tokenizer = chatting()
+    monkeypatch.setattr("sys.stdin", io.StringIO("cab\nbed\n"))
+    assert_one_line(run(capsys, "chat", "-t", "-1"), 2, "temperature must be 0 or a positive number, got -1.0")
+
+
+def test_input_that_is_no_text_or_closed(lm, capsys, monkeypatch):
+    lm.tokenizer = chatting()
+    for verb, message in [("generate", "the prompt is not UTF-8 text"), ("chat", "a message is not UTF-8 text")]:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="latin-1"))
+        assert_one_line(run(capsys, verb), 1, message)
+        monkeypatch.setattr("sys.stdin", None)
+        assert_one_line(run(capsys, verb), 2, "there is nothing to read: the standard input is closed")
+
+
 def chatting():
     control = [toy.ControlToken(token, spelling) for token, spelling in toy.Letters.control.items()]
     return toy.Tokenizer(toy.Letters(), control, {"bos_token": "<s>"}, chat_template=CHAT)
@@ -108,6 +126,8 @@ def chatting():
         (("bad", "-t", "nan"), 2, "temperature must be 0 or a positive number, got nan"),
         (("bad", "--top-p", "1.5", "-t", "1"), 2, "top_p must lie between 0 and 1, got 1.5"),
         (("bad", "--prompt-file", "x"), 2, "give the prompt once: as PROMPT, --prompt-file or --token-ids"),
+        (("bad", "-n", "0"), 2, "max_new_tokens and num_samples must be at least 1, got 0, 1"),
+        (("bad", "--num-samples", "0"), 2, "max_new_tokens and num_samples must be at least 1, got 60, 0"),
         (("--token-ids", "1 x"), 2, "--token-ids must be whole numbers, got '1 x'"),
         (("",), 1, "the prompt is empty: give at least one character"),
         (("bad", "-n", "61"), 1, "prompt of 4 tokens and 61 new ones exceed the context of 64"),
@@ -173,3 +193,60 @@ def test_more_devices_than_there_are(fresh_settings, capsys):
     outcome = run(capsys, *words)
     assert_one_line(outcome, 1, "1 x 9 devices asked for, 8 cpu device(s) here")
     assert "--xla_force_host_platform_device_count=9" in outcome[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--devices", "0"), "--devices must be at least 1, got 0"),
+        (("--process", "0"), "several processes need --devices"),
+        (("--devices", "8", "--processes", "2"), "--coordinator, --processes and --process go together"),
+        (("--devices", "8", "--processes", "2", "--process", "2", "--coordinator", "h:1"), "counts from 0"),
+        (("--devices", "8", "--processes", "3", "--process", "0", "--coordinator", "h:1"), "divides --devices"),
+        (("--devices", "8", "--processes", "0", "--process", "0", "--coordinator", "h:1"), "counts from 0"),
+    ],
+)
+def test_devices_and_processes_that_cannot_be(capsys, words, message):
+    assert_one_line(run(capsys, "generate", "bad", *words), 2, message)
+
+
+def failing_with(error: BaseException):
+    def load_model(_):
+        raise error
+
+    return load_model
+
+
+def test_memory_that_runs_out_and_an_interruption(capsys, monkeypatch):
+    for error in (MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating")):
+        monkeypatch.setattr(options, "load_model", failing_with(error))
+        assert_one_line(run(capsys, "generate", "bad"), 1, "out of memory: fewer samples")
+    monkeypatch.setattr(options, "load_model", failing_with(KeyboardInterrupt()))
+    assert run(capsys, "generate", "bad") == (128 + signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize("home", ["nobody's", "unusable"])
+def test_without_a_cache_folder_nothing_is_kept(fresh_settings, monkeypatch, home):
+    if home == "unusable":
+        monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(cli.Path, "home", lambda: failing_with(RuntimeError())(None))
+    cli.keep_compilations()
+    assert jax.config.values["jax_compilation_cache_dir"] is None
+
+
+@pytest.mark.parametrize(
+    ("reader", "outcome"),
+    [("full", (1, "laneformer schedule: [Errno 28] No space left on device\n")), ("gone", (0, ""))],
+)
+def test_output_that_nobody_takes(capsys, monkeypatch, reader, outcome):
+    """A reader that has left is no failure, a full disk is one; nothing is left for Python to write when it ends."""
+    if reader == "full":
+        descriptor = os.open("/dev/full", os.O_WRONLY)
+    else:
+        read, descriptor = os.pipe()
+        os.close(read)
+    with os.fdopen(descriptor, "w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        assert (cli.main(["schedule"]), capsys.readouterr().err) == outcome

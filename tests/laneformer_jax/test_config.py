@@ -317,6 +317,12 @@ def test_fields_without_effect_are_ignored():
             {"rope_scaling": {"rope_type": "llama3", **dataclasses.asdict(LLAMA3), "high_freq_factor": 0.5}},
             "rope_scaling: needs factor >= 1 and 0 < low_freq_factor < high_freq_factor, got 4.0, 1.0, 0.5",
         ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **dataclasses.asdict(LLAMA3), "factor": 10**400}},
+            "rope_scaling: factor must be a number, got 1000",
+        ),
+        ({"rope_theta": 10**400}, "rope_theta must be of type float, got 1000"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 1000, got 1000000000"),
         ({"eos_token_id": "2"}, "eos_token_id must be a token id or a list of them, got '2'"),
         ({"eos_token_id": 96}, "special token id 96 is outside the vocabulary of 96"),
         ({"bos_token_id": -1}, "special token id -1 is outside the vocabulary of 96"),
@@ -334,7 +340,13 @@ def test_replace_validates_again():
         MEANING.num_lanes = 2  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", b"\xff\xfe"])
+@pytest.mark.parametrize("n", [10**12, -(10**12)])
+def test_more_sliding_layers_than_there_are_means_all_of_them(n):
+    every = read(sliding_window_n_layers=n, unclamped_layers=[])
+    assert every.sliding_layers == tuple(range(every.num_layers))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", b"\xff\xfe", "[" * 100_000])
 def test_file_that_holds_no_json_object_is_named(tmp_path, content):
     file = tmp_path / "config.json"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())

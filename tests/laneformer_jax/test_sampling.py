@@ -189,6 +189,9 @@ def test_sample_i_of_a_seed_does_not_depend_on_how_many_there_are():
         ({"temperature": -0.1}, "temperature must be 0 or a positive number, got -0.1"),
         ({"temperature": float("nan")}, "temperature must be 0 or a positive number, got nan"),
         ({"temperature": float("inf")}, "temperature must be 0 or a positive number, got inf"),
+        ({"temperature": None}, "temperature must be 0 or a positive number, got None"),
+        ({"temperature": "0.5"}, "temperature must be 0 or a positive number, got '0.5'"),
+        ({"top_p": "0.5"}, "top_p must lie between 0 and 1, got '0.5'"),
         ({"top_k": 0}, "top_k must be a whole number of at least 1, got 0"),
         ({"top_k": 2.5}, "top_k must be a whole number of at least 1, got 2.5"),
         ({"top_p": 1.01}, "top_p must lie between 0 and 1, got 1.01"),
@@ -200,3 +203,8 @@ def test_sample_i_of_a_seed_does_not_depend_on_how_many_there_are():
 def test_values_out_of_range_are_refused(options, message):
     with pytest.raises(UsageError, match=f"^{message}$"):
         Sampling(**options)
+
+
+def test_numbers_of_numpy_are_numbers():
+    plain = Sampling(0.5, 5, 0.5, 0.25)
+    assert Sampling(np.float32(0.5), np.int64(5), np.float64(0.5), np.float16(0.25)) == plain

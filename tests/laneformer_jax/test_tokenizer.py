@@ -169,6 +169,12 @@ def test_without_the_tokenizers_package(tmp_path, monkeypatch):
         ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {}}}', "can't be read as a tokenizer"),
         ("added_tokens.json", '{"<pad>": "a"}', "added and special tokens"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"440": {}}}', "added and special tokens"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"440": {"content": 5}}}', "id 440 is given to 5"),
+        ("added_tokens.json", '{"<pad>": 10000000000}', "id 10000000000 is given to '<pad>'"),
+        ("added_tokens.json", '{"<pad>": -1}', "id -1 is given to '<pad>'"),
+        ("tokenizer.json", '{"model": [1]}', "of type list isn't supported"),
+        ("tokenizer.json", '{"version": "1.0", "model": {"vocab": {}, "merges": []}}', "vocabulary of 0 ids isn't"),
+        ("tokenizer.json", "[" * 100_000, "tokenizer.json isn't valid JSON"),
     ],
 )
 def test_broken_files_are_named(tmp_path, file, content, message):
