@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test lint types check clean
 
 demo: $(VENV)/.core
-	$(BIN)/laneformer generate --echo --temperature 0.5 --top-p 0.9 --seed 2 -n 200 "class Stack:"
+	$(BIN)/laneformer generate --echo --temperature 0.6 --top-p 0.9 --seed 4 -n 150 "class Stack:"
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)

@@ -23,6 +23,7 @@ CARRIED = (
     "chat_template.jinja",
     "chat_template.json",
     "README.md",
+    "metrics.json",
     "LICENSE*",
     "NOTICE*",
     "*.py",

@@ -1,0 +1,1 @@
+"""Training, the PyTorch reference and benchmarks."""

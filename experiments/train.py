@@ -72,7 +72,9 @@ class Settings:
         if self.devices < 1 or self.batch < 1 or self.batch % self.devices:
             raise LaneformerError(f"batch {self.batch} must be a positive multiple of devices {self.devices}")
         if not 0 <= self.warmup < self.steps:
-            raise LaneformerError(f"steps {self.steps} must be more than warmup {self.warmup}, which is at least 0")
+            raise LaneformerError(
+                f"steps {self.steps} must be more than warmup {self.warmup}, which is at least 0: lower --warmup"
+            )
         if not (0 < self.lr < math.inf and 0 < self.clip < math.inf and 0 <= self.weight_decay < math.inf):
             raise LaneformerError(
                 f"lr {self.lr} and clip {self.clip} must be positive and weight_decay {self.weight_decay} not negative"

@@ -27,7 +27,7 @@ SUMMARY = {
     "schedule": "show which module's output crosses lanes, and when",
     "convert": "convert weights between safetensors and Orbax",
     "train": "train a small Laneformer",
-    "bench": "measure memory and speed",
+    "bench": "measure what a conversion costs",
 }
 
 
@@ -103,10 +103,8 @@ def _import(verb: str) -> ModuleType:
     try:
         return importlib.import_module(VERBS[verb])
     except ModuleNotFoundError as error:
-        extra = {"train": "train"}.get(verb, "test")
-        print(
-            f"laneformer {verb}: needs the package {error.name}: pip install 'laneformer-jax[{extra}]'", file=sys.stderr
-        )
+        package = "'laneformer-jax[train]'" if verb == "train" else error.name
+        print(f"laneformer {verb}: needs the package {error.name}: pip install {package}", file=sys.stderr)
         raise SystemExit(1) from error
 
 

@@ -41,7 +41,7 @@ class Timing:
 
     def __str__(self) -> str:
         first = "" if self.first_token_s is None else f": first after {self.first_token_s:.2f} s"
-        rate = "" if self.tokens_per_s is None else f", then {self.tokens_per_s:.1f} tokens/s"
+        rate = "" if self.tokens_per_s is None else f", {self.tokens_per_s:.1f} tokens/s once all is compiled"
         return f"{self.tokens} tokens in {self.seconds:.2f} s{first}{rate}"
 
 
