@@ -57,11 +57,3 @@ class TextStream:
         longest = max(map(len, self._stop), default=1)
         starts = range(max(0, len(text) - longest + 1), len(text))
         return next((start for start in starts if any(stop.startswith(text[start:]) for stop in self._stop)), len(text))
-
-
-def completion_text(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], ids: Sequence[int], stop: Sequence[str] = ()
-) -> str:
-    """The text of a whole completion: what a `TextStream` gives for it in pieces, with the same arguments."""
-    stream = TextStream(tokenizer, prompt_ids, stop)
-    return stream.push(ids) + stream.finish()

@@ -5,7 +5,7 @@ from tokenizer_fixtures import AWKWARD, FORMS, STYLES, write_tokenizer
 
 from laneformer_jax import tokenizer as tokenizer_module
 from laneformer_jax.errors import LaneformerError
-from laneformer_jax.text_stream import TextStream, completion_text
+from laneformer_jax.text_stream import TextStream
 from laneformer_jax.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -15,6 +15,11 @@ def tokenizer(request, tmp_path_factory) -> Tokenizer:
     tokenizer = load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), form, STYLES[style]))
     assert tokenizer is not None
     return tokenizer
+
+
+def completion_text(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int], stop: tuple[str, ...] = ()) -> str:
+    stream = TextStream(tokenizer, prompt_ids, stop)
+    return stream.push(ids) + stream.finish()
 
 
 def pieces(stream: TextStream, ids: list[int], seed: int) -> list[str]:
