@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from laneformer_jax.errors import LaneformerError
+from laneformer_jax.safetensors_io import flush
 
 AT_FDCWD = -100
 EXCHANGE = 2  # both systems' flag for it
@@ -74,7 +75,7 @@ def building(target: Path, overwrite: bool = False) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
-        _flush_entry(target.parent)
+        flush(target.parent)
         if replaced:
             shutil.rmtree(staging)
 
@@ -105,16 +106,8 @@ def _clear(folder: Path) -> None:
 def _flush(folder: Path) -> None:
     for parent, _, files in os.walk(folder):
         for name in files:
-            _flush_entry(Path(parent, name))
-        _flush_entry(Path(parent))
-
-
-def _flush_entry(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            flush(Path(parent, name))
+        flush(Path(parent))
 
 
 def _probe_exchange(folder: Path) -> None:

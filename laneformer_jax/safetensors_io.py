@@ -207,7 +207,7 @@ class SafetensorsWriter:
                 os.fsync(self._file.fileno())
                 self._file.close()
                 os.replace(self._partial, self.path)
-                _sync_folder(self.path.parent)
+                flush(self.path.parent)
         except BaseException:
             self.abort()
             raise
@@ -305,9 +305,9 @@ def _check_against_index(shards: Mapping[str, SafetensorsFile], shard_of: Mappin
             raise LaneformerError(f"{quoted(shard)} lacks tensor {quoted(name)}, which {INDEX_FILE} puts there")
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Makes a file's content, or a rename within a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
