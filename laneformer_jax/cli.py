@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8")  # as prompt files are, whatever the locale
+    if argv is None and set(sys.argv[1:2]) & {"generate", "chat"}:
+        # They leave nothing half done, and a KeyboardInterrupt can get lost in a callback of JAX.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
