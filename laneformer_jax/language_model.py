@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from laneformer_jax import weights
 from laneformer_jax.array_types import Array, Float
 from laneformer_jax.config import LaneformerConfig, token_ids
-from laneformer_jax.engine import Engine
+from laneformer_jax.engine import Engine, round_up
 from laneformer_jax.errors import LaneformerError, UsageError
 from laneformer_jax.generation import (
     STREAM_BLOCKS,
@@ -118,7 +118,7 @@ class LanguageModel:
             raise LaneformerError(f"token_ids go outside the vocabulary of {self.config.vocab_size}")
         if ids.shape[1] > self.config.max_position_embeddings:
             raise LaneformerError(f"{ids.shape[1]} tokens exceed the context of {self.config.max_position_embeddings}")
-        rows = -(-len(ids) // self.engine.row_multiple) * self.engine.row_multiple
+        rows = round_up(len(ids), self.engine.row_multiple)
         padded = np.concatenate([ids, np.repeat(ids[-1:], rows - len(ids), axis=0)])
         return self.engine.logits(jnp.asarray(padded, jnp.int32))[: len(ids)]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from laneformer_jax.commands import options
 from laneformer_jax.errors import LaneformerError, UsageError
+from laneformer_jax.generation import Session
 
 HELP = """Talk with an instruction-tuned model. Every line is a message; the history is kept and only what is new runs
 through the model.
@@ -32,8 +33,6 @@ def run(args: argparse.Namespace) -> None:
     lm = options.load_model(args)
     if lm.tokenizer is None or lm.tokenizer.chat_template is None:
         raise LaneformerError("this model has no chat template: use `laneformer generate`, or a folder of a chat model")
-    from laneformer_jax.generation import Session
-
     opening = [{"role": "system", "content": args.system}] if args.system else []
     history, session = list(opening), Session(lm.engine)
     for message in _messages(interactive=options.standard_input().isatty() and not args.json):

@@ -9,6 +9,7 @@ from laneformer_jax import cli
 from laneformer_jax.config import DTYPES
 from laneformer_jax.errors import UsageError
 from laneformer_jax.generation import Completion
+from laneformer_jax.language_model import load
 from laneformer_jax.schedule import PACKS
 
 
@@ -50,8 +51,6 @@ def load_model(args: argparse.Namespace):
         )
     cli.use_devices(args.devices // (args.processes or 1) if args.devices else None)
     cli.keep_compilations()
-    from laneformer_jax.language_model import load
-
     mesh = None
     if args.devices is not None:
         from parallel import distributed, make_mesh
